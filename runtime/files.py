@@ -1,0 +1,34 @@
+"""Output files that appear complete or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moss_runtime.errors import UserError
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yields a new, empty file beside `path` to write to; it takes the place of `path` when the block ends well.
+
+    When the block raises, the new file is removed and `path` is left as it was.
+
+    Raises:
+        UserError: `path` cannot be written; raised on entry where it can be known then.
+    """
+    target = Path(path).resolve()  # a symbolic link stays one: what it points to is replaced
+    if target.exists() and not target.is_file():
+        raise UserError(f"{path}: cannot be written (not a regular file)")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        partial.touch(exist_ok=False)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        yield partial
+        os.replace(partial, target)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
