@@ -1,7 +1,7 @@
 """Argument checks shared by all ops.
 
-Every message reads "`op`: `argument` must be <what was expected>, got <what came>". Shapes and layouts raise ValueError,
-dtypes raise TypeError. The checks look at metadata alone, so they hold for fake tensors and never synchronise.
+Every message reads "`op`: `argument` must be <what was expected>, got <what came>". Shapes and layouts raise
+ValueError, dtypes raise TypeError. The checks look at metadata alone: they hold for fake tensors and never synchronise.
 """
 
 from functools import cache
@@ -21,26 +21,25 @@ def require_shape(op: str, name: str, tensor: torch.Tensor, layout: str, sizes: 
         op: Name of the op, for the message.
         name: Name of the argument, for the message.
         tensor: any shape and dtype. The argument.
-        layout: Dimensions as the documentation writes them: "[B, Q]", "[S+1, 4]", "[]". A number is a fixed size; any other
-            text is a name, compared as it stands ("S+1" is one name, not a sum).
-        sizes: Sizes of the names known so far. A name that is not in it is bound to the tensor's size; put a size in by
-            hand to fix it ("ceil(V/32)").
+        layout: Dimensions as the documentation writes them: "[B, Q]", "[S+1, 4]", "[]". A number is a fixed size; any
+            other text is a name, compared as it stands ("S+1" is one name, not a sum).
+        sizes: Sizes of the names known so far. A name that is not in it is bound to the tensor's size; put a size in
+            by hand to fix it ("ceil(V/32)").
 
     Raises:
         ValueError: Another number of dimensions, or a dimension of another size.
     """
     shape = tensor.shape
     dimensions = _dimensions(layout)
+    known = [f"{dimension} = {sizes[dimension]}" for dimension in dimensions if dimension in sizes]
     matches = len(shape) == len(dimensions)
     if matches:
         for dimension, size in zip(dimensions, shape, strict=True):
             expected = int(dimension) if dimension.isdigit() else sizes.setdefault(dimension, size)
             matches = matches and size == expected
     if not matches:
-        known = ", ".join(f"{dimension} = {sizes[dimension]}" for dimension in dimensions if dimension in sizes)
-        raise ValueError(
-            f"`{op}`: `{name}` must be {layout}{f' with {known}' if known else ''}, got {tuple(shape)}",
-        )
+        expected = f"{layout} with {', '.join(known)}" if known else layout
+        raise ValueError(f"`{op}`: `{name}` must be {expected}, got {tuple(shape)}")
 
 
 def require_dtype(op: str, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
