@@ -82,6 +82,14 @@ def test_truncated(tmp_path, name, kept):
         load_audio(path)
 
 
+def test_ogg_without_its_last_page(tmp_path):
+    path = write(tmp_path / "a.ogg", tone(48_000), subtype="VORBIS")
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(b"OggS")])
+    with pytest.raises(AudioError, match="truncated"):
+        load_audio(path)
+
+
 @pytest.mark.parametrize("missing", [1, 2, 4_000])
 def test_wav_that_lacks_its_last_bytes(tmp_path, missing):
     path = write(tmp_path / "a.wav", tone(4_800), subtype="PCM_16")
