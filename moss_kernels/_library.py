@@ -81,12 +81,11 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def check_status(op: str, status: int) -> None:
-    """Turn the status of a C function, called on this thread just before, into an exception.
+def check_status(status: int) -> None:
+    """Turn the status of a C function, called on this thread just before, into an exception with the library's message.
 
     Args:
-        op: Name of the op, for the message.
-        status: What the function returned.
+        status: What the function returned (MossStatus).
 
     Raises:
         ValueError: MOSS_ERROR_INVALID_ARGUMENT.
@@ -96,7 +95,7 @@ def check_status(op: str, status: int) -> None:
     if status == _OK:
         return
     kinds = {_INVALID_ARGUMENT: ValueError, _UNSUPPORTED: NotImplementedError}
-    raise kinds.get(status, RuntimeError)(f"`{op}`: {load().moss_last_error_message().decode()}")
+    raise kinds.get(status, RuntimeError)(load().moss_last_error_message().decode())
 
 
 def device_info(device: int) -> DeviceInfo:
@@ -110,7 +109,7 @@ def device_info(device: int) -> DeviceInfo:
         ValueError: No GPU of that ordinal.
     """
     info = DeviceInfo(struct_size=ctypes.sizeof(DeviceInfo), abi_version=ABI_VERSION)
-    check_status("device_info", load().moss_device_query(device, ctypes.byref(info)))
+    check_status(load().moss_device_query(device, ctypes.byref(info)))
     return info
 
 
