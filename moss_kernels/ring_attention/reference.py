@@ -1,0 +1,152 @@
+"""`ring_attention` in plain PyTorch, and the rotary embedding and masks that come with it.
+
+B rows of a step, T tokens of a chunk, H heads, D head_dim, S slots (slot S is the null slot), C ring capacity.
+Token n of a stream lies at ring position n mod C.
+"""
+
+import math
+
+import torch
+
+
+def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, from fp32 frequencies.
+
+    The frequencies are formed as the official codec forms them, exp(-i * 2 ln(max_period) / head_dim): at the
+    positions that long streams reach, one ulp of a frequency turns a key visibly.
+
+    Args:
+        positions: [...] int64. Absolute token positions.
+        head_dim: even.
+        max_period: period of the slowest pair, in tokens / (2 pi).
+
+    Returns:
+        cos, sin: [..., head_dim / 2] float32.
+    """
+    pairs = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
+    angle = torch.exp(pairs * (-math.log(max_period) * 2 / head_dim)) * positions[..., None].float()
+    return angle.cos(), angle.sin()
+
+
+def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (0, 1), (2, 3), ... of each head in fp32, rounding once, at the end.
+
+    Args:
+        x: [..., T, H, D] floating. Queries or keys.
+        cos, sin: [..., T, D / 2] float32. See `rope_tables`.
+
+    Returns:
+        [..., T, H, D], the dtype of `x`.
+    """
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Attention in fp32 where a key that no query sees may hold anything, NaN included.
+
+    Args:
+        q: [B, T, H, D] floating.
+        k, v: [B, N, H, D] floating.
+        visible: [B or 1, T, N] bool. Which keys each query sees; a query that sees none gives 0.
+
+    Returns:
+        [B, T, H, D], the dtype of `q`.
+    """
+    # Selected, not multiplied: 0 x NaN is NaN, so weights of zero alone would let stale values through.
+    used = visible.any(1)[..., None, None]
+    k, v = torch.where(used, k, 0).float(), torch.where(used, v, 0).float()
+    visible = visible[:, None]
+    scores = torch.einsum("bthd,bnhd->bhtn", q.float(), k) * q.shape[-1] ** -0.5
+    weights = torch.where(visible, scores, -torch.inf).softmax(-1)
+    weights = torch.where(visible, weights, 0)
+    return torch.einsum("bhtn,bnhd->bthd", weights, v).to(q.dtype)
+
+
+def ring_visibility(
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+    *,
+    tokens: int,
+    capacity: int,
+    window: int,
+    chunk_in_ring: bool,
+) -> torch.Tensor:
+    """Which keys the queries of a step see: query position p sees the tokens max(0, p - window + 1) .. p.
+
+    Args:
+        slots: [B] int. Slot of each row.
+        valid: [B] int. Valid tokens of each row, 0 .. tokens; queries beyond see nothing.
+        offset: [S+1] int64. Tokens that each slot had consumed before this step.
+        tokens: T.
+        capacity: C.
+        window: at most `capacity`.
+        chunk_in_ring: False: the ring holds the tokens before the chunk, and the chunk's own T keys follow it. True:
+            the chunk has been written to the ring already and there are no other keys.
+
+    Returns:
+        [B, T, C + T] bool, or [B, T, C] with `chunk_in_ring`.
+    """
+    valid = valid[:, None].long()
+    start = offset[slots.long()][:, None]
+    newest = start - 1 + (valid if chunk_in_ring else 0)
+    place = torch.arange(capacity, device=offset.device)
+    held = newest - torch.remainder(newest - place, capacity)  # [B, C]; negative where nothing was ever written
+    step = torch.arange(tokens, device=offset.device)
+    if not chunk_in_ring:
+        held = torch.cat((held, start + step), dim=1)
+    held, position = held[:, None], (start + step)[..., None]
+    live = (step < valid)[..., None]
+    return live & (held >= 0) & (held <= position) & (held > position - window)
+
+
+def ring_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+    window: int,
+    *,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a chunk over the ring of its slot and over itself; nothing is written.
+
+    With `k` and `v` given, the ring is the one from before the chunk: streaming equals full-length causal attention
+    with the same window for every way of cutting a stream into chunks, and a capacity of `window` is enough. With
+    both None, the chunk has already been written by `ring_kv_write`: what the released streaming decoder does, whose
+    chunks evict keys that their own queries still need.
+
+    Args:
+        q: [B, T, H, D] floating. Rotated queries.
+        k, v: [B, T, H, D] floating, or None. The chunk's rotated keys and its values.
+        ring_k, ring_v: [S+1, H, C, D] floating. Stale positions may hold anything.
+        slots: [B] int. No two rows with valid tokens name the same slot.
+        valid: [B] int. Valid tokens of each row, 0 .. T.
+        offset: [S+1] int64. Tokens that each slot had consumed before this step.
+        window: keys that a query sees, itself included; at most C.
+        visible: [B, T, C + T] or [B, T, C] bool. What `ring_visibility` gives, for a caller that shares it between
+            the layers of a stage; None computes it.
+
+    Returns:
+        [B, T, H, D], the dtype of `q`; 0 for tokens at or beyond `valid`, and for a query that sees no key.
+    """
+    if visible is None:
+        visible = ring_visibility(
+            slots,
+            valid,
+            offset,
+            tokens=q.shape[1],
+            capacity=ring_k.shape[2],
+            window=window,
+            chunk_in_ring=k is None,
+        )
+    keys, values = (ring[slots.long()].transpose(1, 2) for ring in (ring_k, ring_v))
+    if k is not None:
+        keys, values = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
+    return masked_attention(q, keys, values, visible)

@@ -1,0 +1,131 @@
+"""A transformer stage of the codec, and the patch steps between stages. All of it is token-major: [B, T, features]."""
+
+import torch
+from moss_runtime.model.codec.config import TransformerConfig
+from torch import nn
+from torch.nn import functional as F
+
+from moss_kernels.ring_attention import masked_attention, rope_tables, rotate_interleaved
+
+
+class StageAttention:
+    """Rotary embedding and attention for the layers of one stage over one input.
+
+    What the layers share (positions, cosines, masks) is computed once, when the object is made.
+    """
+
+    def __init__(self, config: TransformerConfig, positions: torch.Tensor):
+        """Args: positions: [T] or [B, T] int64. Absolute positions of the tokens."""
+        self.config = config
+        self.cos, self.sin = rope_tables(positions, config.head_dim, config.max_period)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Args: q, k, v: [B, T, H, D] of layer number `layer`, not yet rotated. Returns: [B, T, H, D]."""
+        q, k = rotate_interleaved(q, self.cos, self.sin), rotate_interleaved(k, self.cos, self.sin)
+        return self.attend(layer, q, k, v)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class OfflineAttention(StageAttention):
+    """Causal attention with the stage's window over a whole sequence that starts at position 0."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        window, length = self.config.context, q.shape[1]
+        out = torch.empty_like(q)
+        # Blocks of one window: a score matrix over the whole length would grow with its square.
+        for start in range(0, length, window):
+            end, first = min(start + window, length), max(0, start - window + 1)
+            query = torch.arange(start, end, device=q.device)[:, None]
+            key = torch.arange(first, end, device=q.device)
+            visible = (key <= query) & (key > query - window)
+            out[:, start:end] = masked_attention(q[:, start:end], k[:, first:end], v[:, first:end], visible[None])
+        return out
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.in_projs = nn.ModuleList([nn.Linear(config.d_model, 3 * config.d_model, bias=False)])
+        self.out_projs = nn.ModuleList([nn.Linear(config.d_model, config.d_model, bias=False)])
+
+    def forward(self, x: torch.Tensor, layer: int, attention: StageAttention) -> torch.Tensor:
+        q, k, v = self.in_projs[0](x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return self.out_projs[0](attention(layer, q, k, v).flatten(2))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.d_model, eps=1e-5)
+        self.self_attn = SelfAttention(config)
+        self.layer_scale_1 = LayerScale(config.d_model)
+        self.norm2 = nn.LayerNorm(config.d_model, eps=1e-5)
+        self.linear1 = nn.Linear(config.d_model, config.feedforward_size, bias=False)
+        self.linear2 = nn.Linear(config.feedforward_size, config.d_model, bias=False)
+        self.layer_scale_2 = LayerScale(config.d_model)
+
+    def forward(self, x: torch.Tensor, layer: int, attention: StageAttention) -> torch.Tensor:
+        x = x + self.layer_scale_1(self.self_attn(self.norm1(x), layer, attention))
+        return x + self.layer_scale_2(self.linear2(F.gelu(self.linear1(self.norm2(x)))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+
+    def forward(self, x: torch.Tensor, attention: StageAttention) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, attention)
+        return x
+
+
+class TransformerStage(nn.Module):
+    """Input projection, layers, output projection: [B, T, input_size] -> [B, T, output_size]."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+        self.input_proj = nn.Linear(config.input_size, config.d_model, bias=False)
+        self.transformer = Transformer(config)
+        self.output_proj = nn.Linear(config.d_model, config.output_size, bias=False)
+
+    def forward(self, x: torch.Tensor, attention: StageAttention | None = None) -> torch.Tensor:
+        """Args: attention: None means offline, over the whole of `x`."""
+        if attention is None:
+            attention = OfflineAttention(self.config, torch.arange(x.shape[1], device=x.device))
+        return self.output_proj(self.transformer(self.input_proj(x), attention))
+
+
+class Patch(nn.Module):
+    """Fold `patch_size` tokens into one: [B, T * p, d] -> [B, T, d * p]; feature = d index * p + phase."""
+
+    def __init__(self, patch_size: int):
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (-1, self.patch_size)).transpose(2, 3).flatten(2)
+
+
+class Unpatch(nn.Module):
+    """The inverse of `Patch`: [B, T, d * p] -> [B, T * p, d]."""
+
+    def __init__(self, patch_size: int):
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (-1, self.patch_size)).transpose(2, 3).flatten(1, 2)
