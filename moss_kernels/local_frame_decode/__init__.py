@@ -1,0 +1,5 @@
+"""`local_frame_decode`: one frame, from the backbone's hidden state to the stop decision and Q drawn codes."""
+
+from moss_kernels.local_frame_decode.reference import LocalFrame, LocalFrameWeights, local_frame_decode_reference
+
+__all__ = ["LocalFrame", "LocalFrameWeights", "local_frame_decode_reference"]
