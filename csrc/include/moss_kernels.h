@@ -75,6 +75,45 @@ typedef struct MossDeviceInfo {
  */
 MOSS_API MossStatus moss_device_query(int32_t device, MossDeviceInfo* info);
 
+/* ---- sample_codebook ------------------------------------------------------------------------------------------- */
+
+/* One draw per batch row. Sampling parameters lie in pool rows that `row_map` selects; greedy, seeded, penalised and
+ * plain rows may be mixed in one call. The draw uses one Philox4x32-10 word, a function of (seed, frame, channel) alone,
+ * and exact integer weights: the code depends on nothing but the row's logits and parameters. */
+typedef struct SampleCodebookParams {
+  uint32_t struct_size; /* sizeof(SampleCodebookParams) */
+  uint32_t abi_version; /* MOSS_ABI_VERSION */
+  int32_t batch;        /* B, 0 .. 65535 */
+  int32_t vocab;        /* V, 2 .. 4096 */
+  int32_t pool_rows;    /* S+1: rows of the pool tensors; row_map values must be below (not checked on the device) */
+  int32_t codebooks;    /* Q: codebooks in `seen` */
+  int32_t channel;      /* random channel: 0 for the stop head, q+1 for codebook q */
+  int32_t codebook;     /* codebook of `seen`, 0 .. Q-1 */
+  int64_t pad_id;       /* code of inactive rows */
+  const void* logits;   /* [B, V] of `logits_dtype`, rows contiguous, aligned to the element */
+  MossDtype logits_dtype;
+  int32_t dependent_launch;   /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int64_t logits_row_stride;  /* elements, >= V if B > 1 */
+  const int32_t* row_map;     /* [B] pool row of each batch row */
+  const uint8_t* active;      /* [B] 0: the row gets pad_id and nothing else of it is written */
+  const float* temperature;   /* [S+1] not >= 1e-5: greedy */
+  const int32_t* top_k;       /* [S+1] outside 1 .. V-1: off */
+  const float* top_p;         /* [S+1] outside (0, 1): off */
+  const float* repetition_penalty; /* [S+1] not > 0: 1; null: no penalty */
+  const int64_t* seed;             /* [S+1] 0 .. 2^63-1 */
+  const int32_t* frame;            /* [S+1] */
+  int32_t* seen;          /* [S+1, Q, ceil(V/32)] bit v & 31 of word v >> 5: code v was generated; updated; null: none */
+  int64_t* code;          /* [B], aligned to 8 bytes, written */
+  int64_t code_stride;    /* elements, >= 1 if B > 1 */
+  int32_t* status;        /* [B] written for active rows: bit 0 a NaN or +inf came, bit 1 no candidate (code 0) */
+  const int64_t* random_words; /* [B] 0 .. 2^32-1, used in place of the Philox words (tests); null: none */
+  void* stream;                /* cudaStream_t */
+} SampleCodebookParams;
+
+/* Errors: MOSS_ERROR_INVALID_ARGUMENT (null pointer, size, stride, alignment, dtype, version), MOSS_ERROR_UNSUPPORTED (no
+ * code for this device), MOSS_ERROR_NO_DEVICE, MOSS_ERROR_CUDA. */
+MOSS_API MossStatus moss_sample_codebook(const SampleCodebookParams* params);
+
 #ifdef __cplusplus
 }
 #endif

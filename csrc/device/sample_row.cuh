@@ -1,0 +1,463 @@
+// One draw from one row of logits by the threads of one block: exact integer weights, so that the code is a function of
+// the logits and the parameters alone. Shared by sample_codebook and local_frame_decode.
+//
+// Thread t holds the scores of ids t*EPT .. t*EPT+EPT-1. Two ways lead to the same code:
+//   list   a histogram of the distance to the maximum bounds the top_k set; when it holds at most 64 codes, one warp
+//          finishes the draw on that list (the usual case: 3 block barriers in all);
+//   radix  otherwise exact radix selection of the top_k and top_p thresholds over all ids.
+#pragma once
+#include <cstdint>
+
+namespace moss {
+
+constexpr int kStatusNonfinite = 1;
+constexpr int kStatusEmpty = 2;
+
+struct SampleParams {
+  float temperature;         // not >= 1e-5: greedy
+  int top_k;                 // outside 1 .. V-1: off
+  float top_p;               // outside (0, 1): off
+  float repetition_penalty;  // not > 0: 1
+  uint32_t word;             // the random word of this draw
+};
+
+struct SampleResult {
+  int code;
+  int status;
+};
+
+constexpr int kSampleBins = 512;
+constexpr float kBinsPerNat = 32.0f;
+constexpr int kListCapacity = 64;
+
+template <int THREADS>
+struct SampleShared {
+  static constexpr int kWarps = THREADS / 32;
+  union {
+    uint32_t bins[kSampleBins];
+    unsigned long long weight_bins[256];
+  };
+  unsigned long long list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
+  uint32_t list_weight[kListCapacity];
+  unsigned long long warp_sum[kWarps];
+  uint32_t warp_key[kWarps];
+  uint32_t warp_flags[kWarps];
+  uint32_t list_count;
+  uint32_t digit;
+  uint32_t below;
+  unsigned long long weight_before;
+  uint32_t edge_weight;
+  SampleResult result;
+};
+
+// Order-preserving map of a float to an unsigned integer, -0.0 equal to +0.0. No float maps to 0 but a NaN, so 0 is free
+// for "no candidate".
+__device__ __forceinline__ uint32_t order_key(float value) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(value, 0.0f));
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+
+__device__ __forceinline__ float key_value(uint32_t key) {
+  return __uint_as_float((key & 0x80000000u) ? key ^ 0x80000000u : ~key);
+}
+
+// round_half_even(2^30 * exp(u)) for u <= 0 by a fixed polynomial, each operation rounded on its own; 0 below 2^-32.
+__device__ __forceinline__ uint32_t integer_weight(float u) {
+  const float t = __fmul_rn(u, __uint_as_float(0x3fb8aa3bu));
+  if (!(t >= -32.0f)) return 0u;
+  const float n = floorf(t);
+  const float g = __fsub_rn(t, n);
+  float p = __uint_as_float(0x3962a0d6u);
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3aa36b1bu));
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3c1e85cbu));
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3d634488u));
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3e75feacu));
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3f317216u));
+  p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3f800000u));
+  const float scale = __int_as_float((static_cast<int>(n) + 30 + 127) << 23);
+  return __float2uint_rn(__fmul_rn(p, scale));
+}
+
+// (factor * total) >> 32 for a 32- or 33-bit factor, exact for totals below 2^42.
+__device__ __forceinline__ unsigned long long scaled(unsigned long long factor, unsigned long long total) {
+  return factor * (total >> 32) + ((factor * (total & 0xffffffffull)) >> 32);
+}
+
+// Sum over a warp of 32-bit values whose sum may need 38 bits.
+__device__ __forceinline__ unsigned long long warp_sum_wide(uint32_t value) {
+  const uint32_t low = __reduce_add_sync(0xffffffffu, value & 0xffffu);
+  const uint32_t high = __reduce_add_sync(0xffffffffu, value >> 16);
+  return low + (static_cast<unsigned long long>(high) << 16);
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_inclusive_scan(T value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const T other = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+// Exclusive prefix over the block of one value per thread, with the block's total; two barriers.
+template <int THREADS, typename Sync>
+__device__ __forceinline__ unsigned long long block_exclusive_scan(unsigned long long value, unsigned long long* warp_sum,
+                                                                   unsigned long long* total, int tid) {
+  const int lane = tid & 31, warp = tid >> 5;
+  const unsigned long long inclusive = warp_inclusive_scan(value, lane);
+  if (lane == 31) warp_sum[warp] = inclusive;
+  Sync::sync();
+  unsigned long long before = 0, all = 0;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; ++w) {
+    const unsigned long long s = warp_sum[w];
+    if (w < warp) before += s;
+    all += s;
+  }
+  Sync::sync();
+  *total = all;
+  return before + inclusive - value;
+}
+
+// Finishes the draw in warp 0 on the `count` codes of the list, a superset of the top_k set.
+template <int SLOTS, typename Shared>
+__device__ __forceinline__ void draw_from_list(Shared& shared, int count, int top_k, bool top_p_on, uint32_t top_p_fixed,
+                                               uint32_t word, int lane) {
+  unsigned long long order[SLOTS];
+  uint32_t weight[SLOTS];
+  int greater[SLOTS];
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    const int index = lane + 32 * i;
+    order[i] = index < count ? shared.list_order[index] : 0ull;
+    weight[i] = index < count ? shared.list_weight[index] : 0u;
+    greater[i] = 0;
+  }
+  for (int j = 0; j < count; ++j) {
+    const uint32_t key = static_cast<uint32_t>(shared.list_order[j] >> 32);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) greater[i] += key > static_cast<uint32_t>(order[i] >> 32);
+  }
+  unsigned long long total = 0;
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    // A code stays when fewer than k codes are strictly above it: ties at the edge all stay.
+    if (greater[i] >= top_k) weight[i] = 0, order[i] = 0;
+    if (lane + 32 * i < count) shared.list_weight[lane + 32 * i] = weight[i];
+    total += warp_sum_wide(weight[i]);
+  }
+  __syncwarp();
+  if (top_p_on) {
+    const unsigned long long bound = scaled(top_p_fixed, total);
+    unsigned long long before[SLOTS] = {};
+    for (int j = 0; j < count; ++j) {
+      const unsigned long long other = shared.list_order[j];
+      const uint32_t other_weight = shared.list_weight[j];
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) before[i] += other > order[i] ? other_weight : 0u;
+    }
+    __syncwarp();
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      if (before[i] > bound) weight[i] = 0;
+      if (lane + 32 * i < count) shared.list_weight[lane + 32 * i] = weight[i];
+      total += warp_sum_wide(weight[i]);
+    }
+    __syncwarp();
+  }
+  const unsigned long long target = scaled(word, total);
+  unsigned long long inclusive[SLOTS] = {};
+  for (int j = 0; j < count; ++j) {
+    const uint32_t inverse_id = static_cast<uint32_t>(shared.list_order[j]);
+    const uint32_t other_weight = shared.list_weight[j];
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) inclusive[i] += inverse_id >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
+  }
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    if (weight[i] != 0 && inclusive[i] > target && inclusive[i] - weight[i] <= target)
+      shared.result.code = static_cast<int>(~static_cast<uint32_t>(order[i]));
+  }
+}
+
+// The k-th highest key by radix selection (the block holds more than k candidates).
+template <int THREADS, int EPT, typename Sync, typename Shared>
+__device__ __forceinline__ uint32_t kth_key(Shared& shared, const uint32_t (&key)[EPT], int top_k, int tid) {
+  uint32_t prefix = 0;
+  uint32_t wanted = static_cast<uint32_t>(top_k);
+#pragma unroll 1
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int i = tid; i < 256; i += THREADS) shared.bins[i] = 0;
+    Sync::sync();
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      const bool inside = shift == 24 || (key[e] >> (shift + 8)) == (prefix >> (shift + 8));
+      if (key[e] != 0 && inside) atomicAdd(&shared.bins[(key[e] >> shift) & 255u], 1u);
+    }
+    Sync::sync();
+    if (tid < 32) {
+      // Lane 0 holds the highest digits, so that the scan runs from the top.
+      uint32_t count[8], sum = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) count[i] = shared.bins[255 - (tid * 8 + i)], sum += count[i];
+      uint32_t above = warp_inclusive_scan(sum, tid) - sum;
+      if (above < wanted && above + sum >= wanted) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (above < wanted && above + count[i] >= wanted) {
+            shared.digit = 255u - static_cast<uint32_t>(tid * 8 + i);
+            shared.below = wanted - above;
+            break;
+          }
+          above += count[i];
+        }
+      }
+    }
+    Sync::sync();
+    prefix |= shared.digit << shift;
+    wanted = shared.below;
+  }
+  return prefix;
+}
+
+// The key of the code that crosses `bound`, and the weight above it, by radix selection over weights.
+template <int THREADS, int EPT, typename Sync, typename Shared>
+__device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t (&key)[EPT], const uint32_t (&weight)[EPT],
+                                                 unsigned long long bound, unsigned long long* weight_before, int tid) {
+  uint32_t prefix = 0;
+  unsigned long long before = 0;
+#pragma unroll 1
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int i = tid; i < 256; i += THREADS) shared.weight_bins[i] = 0;
+    Sync::sync();
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      const bool inside = shift == 24 || (key[e] >> (shift + 8)) == (prefix >> (shift + 8));
+      if (weight[e] != 0 && inside)
+        atomicAdd(&shared.weight_bins[(key[e] >> shift) & 255u], static_cast<unsigned long long>(weight[e]));
+    }
+    Sync::sync();
+    if (tid < 32) {
+      unsigned long long mass[8], sum = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mass[i] = shared.weight_bins[255 - (tid * 8 + i)], sum += mass[i];
+      unsigned long long above = before + warp_inclusive_scan(sum, tid) - sum;
+      if (above <= bound && bound < above + sum) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (above <= bound && bound < above + mass[i]) {
+            shared.digit = 255u - static_cast<uint32_t>(tid * 8 + i);
+            shared.weight_before = above;
+            break;
+          }
+          above += mass[i];
+        }
+      }
+    }
+    Sync::sync();
+    prefix |= shared.digit << shift;
+    before = shared.weight_before;
+  }
+  *weight_before = before;
+  return prefix;
+}
+
+// Draws one code. `score`: EPT raw logits per thread in fp32 (ids >= vocab are ignored); `seen`: packed bits of the
+// codes that the request has generated in this codebook, or null. All threads return the same result; a barrier has
+// passed since `shared.result` was written, and one is needed before `shared` is used again.
+template <int THREADS, int EPT, typename Sync>
+__device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared, float (&score)[EPT], int vocab,
+                                                   const SampleParams& params, const int32_t* seen, int tid) {
+  constexpr int kWarps = THREADS / 32;
+  constexpr uint32_t kAll = 0xffffffffu;
+  const int lane = tid & 31, warp = tid >> 5;
+  const float infinity = __int_as_float(0x7f800000);
+  const bool greedy = !(params.temperature >= 1e-5f);
+  const bool penalised = seen != nullptr && params.repetition_penalty > 0.0f && params.repetition_penalty != 1.0f;
+  const int top_k = params.top_k;
+  const bool top_k_on = top_k > 0 && top_k < vocab;
+  const bool top_p_on = params.top_p > 0.0f && params.top_p < 1.0f;
+
+  for (int i = tid; i < kSampleBins; i += THREADS) shared.bins[i] = 0;
+  if (tid == 0) shared.list_count = 0;
+
+  uint32_t key[EPT];
+  float value[EPT];
+  uint32_t flags = 0, infinite = 0, max_key = 0;
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) {
+    const int id = tid * EPT + e;
+    key[e] = 0;
+    value[e] = 0.0f;
+    if (id >= vocab) continue;
+    float s = score[e];
+    if (penalised && ((seen[id >> 5] >> (id & 31)) & 1))
+      s = s < 0.0f ? __fmul_rn(s, params.repetition_penalty) : __fdiv_rn(s, params.repetition_penalty);
+    if (s != s) {
+      flags |= 1u;
+    } else if (s != -infinity) {
+      if (s == infinity) flags |= 2u, infinite |= 1u << e;
+      value[e] = greedy ? s : __fdiv_rn(s, params.temperature);
+      key[e] = order_key(value[e]);
+      max_key = max(max_key, key[e]);
+    }
+  }
+  max_key = __reduce_max_sync(kAll, max_key);
+  flags = __reduce_or_sync(kAll, flags);
+  if (lane == 0) shared.warp_key[warp] = max_key, shared.warp_flags[warp] = flags;
+  Sync::sync();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) max_key = max(max_key, shared.warp_key[w]), flags |= shared.warp_flags[w];
+  if (flags & 2u) {
+    // With +inf present only the +inf codes stay: a finite score that overflowed in the division must go.
+#pragma unroll
+    for (int e = 0; e < EPT; ++e)
+      if (!((infinite >> e) & 1u)) key[e] = 0;
+  }
+  SampleResult result;
+  result.status = flags ? kStatusNonfinite : 0;
+  if (max_key == 0) {
+    result.status |= kStatusEmpty;
+    result.code = 0;
+    return result;
+  }
+
+  if (greedy) {
+    uint32_t first = kAll;
+#pragma unroll
+    for (int e = EPT - 1; e >= 0; --e)
+      if (key[e] == max_key) first = static_cast<uint32_t>(tid * EPT + e);
+    first = __reduce_min_sync(kAll, first);
+    Sync::sync();
+    if (lane == 0) shared.warp_key[warp] = first;
+    Sync::sync();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) first = min(first, shared.warp_key[w]);
+    result.code = static_cast<int>(first);
+    return result;
+  }
+
+  const float max_value = key_value(max_key);
+  uint32_t weight[EPT];
+  int bin[EPT];
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) {
+    const float u = key[e] == max_key ? 0.0f : __fsub_rn(value[e], max_value);
+    weight[e] = key[e] ? integer_weight(u) : 0u;
+    bin[e] = key[e] ? min(kSampleBins - 1, static_cast<int>(-u * kBinsPerNat)) : kSampleBins;
+  }
+
+  // p * 2^32 is exact in fp64 and has a unique nearest integer.
+  const unsigned long long top_p_fixed =
+      static_cast<unsigned long long>(__double2ull_rn(static_cast<double>(params.top_p) * 4294967296.0));
+
+  bool select_k = false;
+  if (top_k_on) {
+#pragma unroll
+    for (int e = 0; e < EPT; ++e)
+      if (key[e]) atomicAdd(&shared.bins[bin[e]], 1u);
+    Sync::sync();
+    // Every warp finds the bin of the k-th code for itself: no barrier is needed to share it.
+    uint32_t count[kSampleBins / 32], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kSampleBins / 32; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(&shared.bins[lane * (kSampleBins / 32) + i]);
+      count[i] = four.x, count[i + 1] = four.y, count[i + 2] = four.z, count[i + 3] = four.w;
+      sum += four.x + four.y + four.z + four.w;
+    }
+    const uint32_t inclusive = warp_inclusive_scan(sum, lane);
+    const uint32_t wanted = static_cast<uint32_t>(top_k);
+    const uint32_t candidates = __shfl_sync(kAll, inclusive, 31);
+    int edge_bin = kSampleBins - 1;
+    uint32_t listed = candidates;
+    const uint32_t reached = __ballot_sync(kAll, inclusive >= wanted);
+    if (reached) {
+      const int owner = __ffs(reached) - 1;
+      uint32_t running = inclusive - sum;
+      int local_bin = 0;
+      uint32_t local_listed = 0;
+#pragma unroll
+      for (int i = 0; i < kSampleBins / 32; ++i) {
+        const bool crosses = running < wanted && running + count[i] >= wanted;
+        running += count[i];
+        if (crosses) local_bin = lane * (kSampleBins / 32) + i, local_listed = running;
+      }
+      edge_bin = __shfl_sync(kAll, local_bin, owner);
+      listed = __shfl_sync(kAll, local_listed, owner);
+    }
+    if (listed <= kListCapacity) {
+#pragma unroll
+      for (int e = 0; e < EPT; ++e) {
+        if (key[e] && bin[e] <= edge_bin) {
+          const uint32_t at = atomicAdd(&shared.list_count, 1u);
+          shared.list_order[at] = (static_cast<unsigned long long>(key[e]) << 32) | ~static_cast<uint32_t>(tid * EPT + e);
+          shared.list_weight[at] = weight[e];
+        }
+      }
+      Sync::sync();
+      if (warp == 0) {
+        const uint32_t fixed = static_cast<uint32_t>(top_p_fixed);
+        const int length = static_cast<int>(listed);
+        if (length <= 32)
+          draw_from_list<1>(shared, length, top_k, top_p_on, fixed, params.word, lane);
+        else
+          draw_from_list<2>(shared, length, top_k, top_p_on, fixed, params.word, lane);
+      }
+      Sync::sync();
+      result.code = shared.result.code;
+      return result;
+    }
+    select_k = candidates > wanted;
+  }
+
+  if (select_k) {
+    Sync::sync();
+    const uint32_t threshold = kth_key<THREADS, EPT, Sync>(shared, key, top_k, tid);
+#pragma unroll
+    for (int e = 0; e < EPT; ++e)
+      if (key[e] < threshold) key[e] = 0, weight[e] = 0;
+  }
+  Sync::sync();
+  unsigned long long mine = 0, total;
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) mine += weight[e];
+  unsigned long long exclusive = block_exclusive_scan<THREADS, Sync>(mine, shared.warp_sum, &total, tid);
+  if (top_p_on) {
+    const unsigned long long bound = scaled(top_p_fixed, total);
+    unsigned long long before;
+    const uint32_t edge = crossing_key<THREADS, EPT, Sync>(shared, key, weight, bound, &before, tid);
+    uint32_t equal = 0;
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      equal += key[e] == edge;
+      if (key[e] == edge) shared.edge_weight = weight[e];
+    }
+    unsigned long long all_equal;
+    unsigned long long rank = block_exclusive_scan<THREADS, Sync>(equal, shared.warp_sum, &all_equal, tid);
+    // Codes of equal score have equal weights: of the edge group the lowest ids stay, as many as start within the bound.
+    const unsigned long long edge_weight = shared.edge_weight;
+    const unsigned long long kept = (bound - before) / edge_weight + 1;
+    mine = 0;
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      if (key[e] < edge || (key[e] == edge && rank++ >= kept)) weight[e] = 0;
+      mine += weight[e];
+    }
+    exclusive = block_exclusive_scan<THREADS, Sync>(mine, shared.warp_sum, &total, tid);
+  }
+  const unsigned long long target = scaled(params.word, total);
+  if (exclusive <= target && target < exclusive + mine) {
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      if (exclusive <= target && target < exclusive + weight[e]) shared.result.code = tid * EPT + e;
+      exclusive += weight[e];
+    }
+  }
+  Sync::sync();
+  result.code = shared.result.code;
+  return result;
+}
+
+}  // namespace moss

@@ -1,0 +1,197 @@
+// moss_sample_codebook: one block per batch row (one warp for small vocabularies).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "device/philox.cuh"
+#include "device/sample_row.cuh"
+#include "error.h"
+
+namespace moss {
+namespace {
+
+constexpr char kOp[] = "sample_codebook";
+
+template <int THREADS>
+struct BlockSync {
+  __device__ static __forceinline__ void sync() {
+    if constexpr (THREADS == 32)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+
+// EPT consecutive logits, by one vector access where the row allows it.
+template <typename T, int EPT>
+__device__ __forceinline__ void load_scores(const T* row, int vocab, int tid, float (&score)[EPT]) {
+  constexpr int kBytes = EPT * sizeof(T);
+  constexpr int kVector = kBytes < 16 ? kBytes : 16;
+  if ((reinterpret_cast<uintptr_t>(row) % kVector) == 0 && (tid + 1) * EPT <= vocab) {
+    struct alignas(kVector) Chunk {
+      T value[kVector / sizeof(T)];
+    };
+    const Chunk* chunks = reinterpret_cast<const Chunk*>(row + tid * EPT);
+#pragma unroll
+    for (int c = 0; c < kBytes / kVector; ++c) {
+      const Chunk chunk = chunks[c];
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kVector / sizeof(T)); ++i)
+        score[c * (kVector / sizeof(T)) + i] = to_float(chunk.value[i]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) {
+    const int id = tid * EPT + e;
+    score[e] = id < vocab ? to_float(row[id]) : 0.0f;
+  }
+}
+
+template <typename T, int THREADS, int EPT, bool DEPENDENT>
+__global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCodebookParams params) {
+  __shared__ SampleShared<THREADS> shared;
+  const int b = blockIdx.x, tid = threadIdx.x;
+  if constexpr (DEPENDENT) {
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+  }
+  float score[EPT];
+  const T* logits = static_cast<const T*>(params.logits) + b * params.logits_row_stride;
+  load_scores<T, EPT>(logits, params.vocab, tid, score);
+  const int64_t row = params.row_map[b];
+  int64_t* code = params.code + b * params.code_stride;
+  if (!params.active[b]) {
+    if (tid == 0) *code = params.pad_id;
+    return;
+  }
+  SampleParams sampling;
+  sampling.temperature = params.temperature[row];
+  sampling.top_k = params.top_k[row];
+  sampling.top_p = params.top_p[row];
+  sampling.repetition_penalty = params.repetition_penalty ? params.repetition_penalty[row] : 1.0f;
+  sampling.word = params.random_words
+                      ? static_cast<uint32_t>(params.random_words[b])
+                      : philox_word(static_cast<uint64_t>(params.seed[row]), static_cast<uint32_t>(params.frame[row]),
+                                    static_cast<uint32_t>(params.channel));
+  const int64_t words = (params.vocab + 31) / 32;
+  int32_t* seen = params.seen ? params.seen + (row * params.codebooks + params.codebook) * words : nullptr;
+  const SampleResult result =
+      sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, seen, tid);
+  if (tid == 0) {
+    *code = result.code;
+    params.status[b] = result.status;
+    if (seen && !(result.status & kStatusEmpty)) seen[result.code >> 5] |= 1 << (result.code & 31);
+  }
+}
+
+template <typename T, int THREADS, int EPT>
+MossStatus launch(const SampleCodebookParams& params) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(params.batch);
+  config.blockDim = dim3(THREADS);
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = params.dependent_launch ? 1 : 0;
+  auto* kernel = params.dependent_launch ? sample_codebook_kernel<T, THREADS, EPT, true>
+                                         : sample_codebook_kernel<T, THREADS, EPT, false>;
+  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+}
+
+template <typename T>
+MossStatus launch_for_vocab(const SampleCodebookParams& params) {
+  if (params.vocab <= 32) return launch<T, 32, 1>(params);
+  if (params.vocab <= 1024) return launch<T, 256, 4>(params);
+  return launch<T, 256, 16>(params);
+}
+
+bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// What every pointer of the struct needs: not null unless optional, aligned to its element.
+MossStatus check_pointer(const char* name, const void* pointer, size_t bytes, bool optional = false) {
+  if (pointer == nullptr && !optional)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must not be null", kOp, name);
+  if (!aligned(pointer, bytes))
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be aligned to %zu bytes, got %p", kOp, name, bytes,
+                     pointer);
+  return MOSS_OK;
+}
+
+MossStatus check_sizes(const SampleCodebookParams& params) {
+  if (params.batch < 0 || params.batch > 65535)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `batch` must be 0 .. 65535, got %d", kOp, params.batch);
+  if (params.vocab < 2 || params.vocab > 4096)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `vocab` must be 2 .. 4096, got %d", kOp, params.vocab);
+  if (params.pool_rows < 1)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `pool_rows` must be >= 1, got %d", kOp, params.pool_rows);
+  if (params.channel < 0)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `channel` must be >= 0, got %d", kOp, params.channel);
+  if (params.seen && (params.codebook < 0 || params.codebook >= params.codebooks))
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `codebook` must be 0 .. codebooks-1 = %d, got %d", kOp,
+                     params.codebooks - 1, params.codebook);
+  if (params.batch > 1 && params.logits_row_stride < params.vocab)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld",
+                     kOp, params.vocab, static_cast<long long>(params.logits_row_stride));
+  if (params.batch > 1 && params.code_stride < 1)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `code_stride` must be >= 1 element, got %lld", kOp,
+                     static_cast<long long>(params.code_stride));
+  if (params.logits_dtype != MOSS_FLOAT32 && params.logits_dtype != MOSS_BFLOAT16 && params.logits_dtype != MOSS_FLOAT16)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_dtype` must be a MossDtype, got %d", kOp,
+                     static_cast<int>(params.logits_dtype));
+  return MOSS_OK;
+}
+
+MossStatus check_pointers(const SampleCodebookParams& params) {
+  const size_t element = params.logits_dtype == MOSS_FLOAT32 ? 4 : 2;
+  const struct {
+    const char* name;
+    const void* pointer;
+    size_t bytes;
+    bool optional;
+  } pointers[] = {
+      {"logits", params.logits, element, false},
+      {"row_map", params.row_map, 4, false},
+      {"active", params.active, 1, false},
+      {"temperature", params.temperature, 4, false},
+      {"top_k", params.top_k, 4, false},
+      {"top_p", params.top_p, 4, false},
+      {"repetition_penalty", params.repetition_penalty, 4, true},
+      {"seed", params.seed, 8, false},
+      {"frame", params.frame, 4, false},
+      {"seen", params.seen, 4, true},
+      {"code", params.code, 8, false},
+      {"status", params.status, 4, false},
+      {"random_words", params.random_words, 8, true},
+  };
+  for (const auto& entry : pointers) {
+    const MossStatus status = check_pointer(entry.name, entry.pointer, entry.bytes, entry.optional);
+    if (status != MOSS_OK) return status;
+  }
+  return MOSS_OK;
+}
+
+}  // namespace
+}  // namespace moss
+
+extern "C" MossStatus moss_sample_codebook(const SampleCodebookParams* params) {
+  using namespace moss;
+  MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK) status = check_sizes(*params);
+  if (status == MOSS_OK) status = check_pointers(*params);
+  if (status != MOSS_OK || params->batch == 0) return status;
+  switch (params->logits_dtype) {
+    case MOSS_FLOAT32:
+      return launch_for_vocab<float>(*params);
+    case MOSS_BFLOAT16:
+      return launch_for_vocab<__nv_bfloat16>(*params);
+    default:
+      return launch_for_vocab<__half>(*params);
+  }
+}
