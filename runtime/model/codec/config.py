@@ -140,7 +140,7 @@ def _modules(
     modules = []
     for index, section in enumerate(_section(config, key, list)):
         where = f"{key}[{index}]."
-        kind = section.get("module_type") if isinstance(section, dict) else section
+        kind = section.get("module_type") if isinstance(section, dict) else None
         if kind == "PatchedPretransform":
             modules.append(PatchConfig(_positive(section, "patch_size", where)))
             rate *= modules[-1].patch_size ** float(patch_gain)
