@@ -55,7 +55,7 @@ def check_tensors(module: nn.Module, directory: str | Path, *, tied: Mapping[str
     tied = tied or {}
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     allowed = expected | {name: expected[target] for name, target in tied.items()}
-    found = {name: shape for name, (shape, _) in tensor_shapes(directory).items()}
+    found = {name: shape for name, (shape, _) in sorted(tensor_shapes(directory).items())}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in allowed],
