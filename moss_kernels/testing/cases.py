@@ -85,39 +85,48 @@ def _pick(values: list[float], count: int, generator: torch.Generator) -> torch.
 
 def adversarial_logits(batch: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
     """[batch, vocab] float32. Rows of every kind that breaks samplers, mixed at random."""
-
-    def normal(scale: float) -> torch.Tensor:
-        return torch.randn(batch, vocab, generator=generator) * scale
-
-    def scattered(value: float, share: float) -> torch.Tensor:
-        return torch.where(torch.rand(batch, vocab, generator=generator) < share, value, normal(3))
-
     ids = torch.arange(vocab)
-    first = torch.randint(vocab, (batch, 1), generator=generator)
-    second = torch.randint(vocab, (batch, 1), generator=generator)
-    kinds = [
-        normal(3),
-        normal(3),
-        (normal(3) * 2).round() / 2,
-        normal(2).bfloat16().float(),
-        torch.where(normal(1) > 0, 0.0, -0.0),
-        torch.where(ids == first, 60.0, normal(1)),
-        torch.where((ids == first) | (ids == second), 5.0, -200.0),
-        normal(1)[:, :1].expand(batch, vocab),
-        torch.full((batch, vocab), -torch.inf),
-        scattered(torch.nan, 0.2),
-        torch.full((batch, vocab), torch.nan),
-        scattered(torch.inf, 2 / vocab),
-        scattered(-torch.inf, 0.9),
-        normal(1e30),
-        normal(1e36),
-        normal(1e-40),
-        normal(1e-44),
-        normal(100),
-        -normal(3e38).abs(),
+
+    def normal(rows: int, scale: float) -> torch.Tensor:
+        return torch.randn(rows, vocab, generator=generator) * scale
+
+    def scattered(rows: int, value: float, share: float) -> torch.Tensor:
+        return torch.where(torch.rand(rows, vocab, generator=generator) < share, value, normal(rows, 3))
+
+    def at_random_id(rows: int) -> torch.Tensor:
+        return ids == torch.randint(vocab, (rows, 1), generator=generator)
+
+    kinds: list[Callable[[int], torch.Tensor]] = [
+        lambda rows: normal(rows, 3),
+        lambda rows: normal(rows, 3),
+        # ties, also at the thresholds
+        lambda rows: (normal(rows, 3) * 2).round() / 2,
+        lambda rows: normal(rows, 2).bfloat16().float(),
+        lambda rows: torch.where(normal(rows, 1) > 0, 0.0, -0.0),
+        # one and two codes that dominate; all equal
+        lambda rows: torch.where(at_random_id(rows), 60.0, normal(rows, 1)),
+        lambda rows: torch.where(at_random_id(rows) | at_random_id(rows), 5.0, -200.0),
+        lambda rows: normal(rows, 1)[:, :1].expand(rows, vocab),
+        # not finite
+        lambda rows: torch.full((rows, vocab), -torch.inf),
+        lambda rows: scattered(rows, torch.nan, 0.2),
+        lambda rows: torch.full((rows, vocab), torch.nan),
+        lambda rows: scattered(rows, torch.inf, 2 / vocab),
+        lambda rows: scattered(rows, -torch.inf, 0.9),
+        # magnitudes at which the temperature or the penalty overflows, and subnormal ones
+        lambda rows: normal(rows, 1e30),
+        lambda rows: normal(rows, 1e36),
+        lambda rows: -normal(rows, 3e38).abs(),
+        lambda rows: normal(rows, 1e-40),
+        lambda rows: normal(rows, 1e-44),
+        lambda rows: normal(rows, 100),
     ]
     kind = torch.randint(len(kinds), (batch,), generator=generator)
-    return torch.stack(kinds)[kind, torch.arange(batch)]
+    logits = torch.empty(batch, vocab)
+    for number, make in enumerate(kinds):
+        rows = (kind == number).nonzero()[:, 0]
+        logits[rows] = make(len(rows))
+    return logits
 
 
 def mixed_state(
@@ -133,12 +142,17 @@ def mixed_state(
         device_values: Also values that host validation rejects and that the device must still take as greedy or off.
     """
     nan, count = torch.nan, rows + 1
-    rejected = device_values * 1
     state = SamplingState.allocate(rows=rows, codebooks=codebooks, vocab=vocab)
-    temperature = [0.0, 1e-6, 1e-5, 0.05, 0.3, 0.7, 1.0, 1.3, 1.7, 1.7, 5.0, 1e3, 1e30] + [nan, -1.0] * rejected
+    temperature = [0.0, 1e-6, 1e-5, 0.05, 0.3, 0.7, 1.0, 1.3, 1.7, 1.7, 5.0, 1e3, 1e30] + [nan, -1.0] * device_values
     top_k = [-1, 0, 1, 2, 3, 5, 25, 25, 50, vocab - 1, vocab, vocab + 7, 2**31 - 1]
-    top_p = [1e-9, 1e-6, 0.1, 0.5, 0.8, 0.8, 0.9, 0.95, 1 - 2**-24, 1.0, 1.0] + [nan, 0.0, -0.5, 2.0, 1e-40] * rejected
-    penalty = [1.0, 1.0, 1.1, 1.3, 2.0, 0.5, 1e3, 1e-3, 1e30] + [nan, 0.0, -1.0] * rejected
+    top_p = [1e-9, 1e-6, 0.1, 0.5, 0.8, 0.8, 0.9, 0.95, 1 - 2**-24, 1.0, 1.0] + [
+        nan,
+        0.0,
+        -0.5,
+        2.0,
+        1e-40,
+    ] * device_values
+    penalty = [1.0, 1.0, 1.1, 1.3, 2.0, 0.5, 1e3, 1e-3, 1e30] + [nan, 0.0, -1.0] * device_values
     state.temperature = _pick(temperature, count, generator)
     state.top_k = _pick(top_k, count, generator).to(torch.int32)
     state.top_p = _pick(top_p, count, generator)
