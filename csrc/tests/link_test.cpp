@@ -1,33 +1,12 @@
 // Links libmoss_kernels.so as a server would and calls it. Runs with and without a GPU.
-#include "moss_kernels.h"
-
-#include <cstdio>
-#include <cstring>
 #include <string>
 #include <thread>
+
+#include "check.h"
 
 extern "C" uint32_t device_info_size_in_c(void);
 
 namespace {
-
-int failures = 0;
-
-#define CHECK(condition)                                                       \
-  do {                                                                         \
-    if (!(condition)) {                                                        \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);     \
-      ++failures;                                                              \
-    }                                                                          \
-  } while (false)
-
-bool message_contains(const char* part) { return std::strstr(moss_last_error_message(), part) != nullptr; }
-
-MossDeviceInfo empty_info() {
-  MossDeviceInfo info = {};
-  info.struct_size = sizeof(info);
-  info.abi_version = MOSS_ABI_VERSION;
-  return info;
-}
 
 void test_version() {
   CHECK(std::string(moss_version()).find('.') != std::string::npos);
@@ -49,12 +28,12 @@ void test_bad_arguments() {
   CHECK(moss_device_query(0, nullptr) == MOSS_ERROR_INVALID_ARGUMENT);
   CHECK(message_contains("`moss_device_query`") && message_contains("null"));
 
-  MossDeviceInfo info = empty_info();
+  auto info = with_header<MossDeviceInfo>();
   info.struct_size -= 4;
   CHECK(moss_device_query(0, &info) == MOSS_ERROR_INVALID_ARGUMENT);
   CHECK(message_contains("`struct_size` must be 48, got 44"));
 
-  info = empty_info();
+  info = with_header<MossDeviceInfo>();
   info.abi_version = MOSS_ABI_VERSION + 1;
   CHECK(moss_device_query(0, &info) == MOSS_ERROR_INVALID_ARGUMENT);
   CHECK(message_contains("`abi_version` must be 1, got 2"));
@@ -69,7 +48,7 @@ void test_messages_belong_to_their_thread() {
 }
 
 void test_device_query() {
-  MossDeviceInfo info = empty_info();
+  auto info = with_header<MossDeviceInfo>();
   info.device_count = -1;
   const MossStatus status = moss_device_query(0, &info);
   if (status == MOSS_ERROR_NO_DEVICE) {
