@@ -4,11 +4,11 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from moss_runtime.errors import AudioError, UserError
 from moss_runtime.files import replacing
+from moss_runtime.optional import require
 from torch import Tensor
 
 MIN_RATE, MAX_RATE = 8_000, 192_000
@@ -33,7 +33,7 @@ def load_audio(path: str | Path, *, sampling_rate: int = 48_000, channels: int =
         AudioError: no such file, not audio, truncated, empty, rate outside 8 .. 192 kHz, more than two channels
             without `downmix`, or samples that are not finite.
     """
-    soundfile = _import("soundfile")
+    soundfile = require("soundfile", "reading and writing audio")
     path = Path(path)
     if not path.is_file():
         raise AudioError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
@@ -60,7 +60,7 @@ def load_audio(path: str | Path, *, sampling_rate: int = 48_000, channels: int =
     if len(audio) not in (1, channels):
         audio = audio.mean(dim=0, keepdim=True)
     if rate != sampling_rate:
-        resampled = _import("soxr").resample(audio.T.numpy(), rate, sampling_rate)
+        resampled = require("soxr", "resampling audio").resample(audio.T.numpy(), rate, sampling_rate)
         audio = torch.from_numpy(resampled).T
         if audio.shape[1] == 0:
             raise AudioError(f"{path}: {len(samples)} samples at {rate} Hz are less than one at {sampling_rate} Hz")
@@ -88,7 +88,7 @@ def wav_writer(
     """
     if subtype not in SUBTYPES:
         raise AudioError(f"subtype must be one of {', '.join(SUBTYPES)}, got {subtype!r}")
-    soundfile = _import("soundfile")
+    soundfile = require("soundfile", "reading and writing audio")
 
     def write(audio: Tensor) -> None:
         if audio.ndim != 2 or len(audio) != channels:
@@ -161,13 +161,6 @@ def _ogg_ends_early(path: Path) -> bool:
         return True
     segments = page[27 : 27 + page[26]]
     return len(segments) < page[26] or len(page) < 27 + len(segments) + sum(segments)
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise UserError(f"audio files need the package {name}: pip install {name} ({error})") from error
 
 
 def _last_part(error: Exception) -> str:

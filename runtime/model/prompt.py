@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from moss_runtime.errors import CheckpointError, PromptError
 from moss_runtime.model.config import ModelConfig
+from moss_runtime.optional import require
 from torch import Tensor
 
 MODES = ("generation", "continuation")
@@ -27,13 +28,12 @@ class PromptBuilder:
     """
 
     def __init__(self, tokenizer_path: str | Path, config: ModelConfig):
-        from tokenizers import Tokenizer
-
+        tokenizers = require("tokenizers", "building prompts")
         path = Path(tokenizer_path)
         if not path.is_file():
             raise CheckpointError(f"{path}: no such tokenizer file")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
         self._path = path

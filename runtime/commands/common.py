@@ -1,0 +1,88 @@
+"""What several subcommands share: option types, devices, stage times and the printed summary."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from moss_runtime.errors import UserError
+from moss_runtime.optional import require
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def positive(text: str) -> int:
+    """An option's value as an integer above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
+    parser.add_argument("--model", required=model_required, help="checkpoint directory or Hugging Face id")
+    parser.add_argument("--codec", help="codec directory or Hugging Face id (default: the model's audio_tokenizer/)")
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on cuda, float32 on cpu)")
+
+
+def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """The options `--device` and `--dtype`, or their defaults.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
+    count = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
+        raise UserError(f"--device: no device {name} here (cuda devices: {count})")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, DTYPES.get(args.dtype, default)
+
+
+class StageTimes:
+    """Seconds spent in named stages, the device's work included. A stage inside another counts for itself alone."""
+
+    def __init__(self, device: torch.device):
+        self.seconds: dict[str, float] = {}
+        self._device = device
+        self._inner = 0.0
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elapsed = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+        self._inner = outer + elapsed
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int) -> Iterator:
+    """A bar on a terminal's standard error, nothing elsewhere; yields a function that advances it by one."""
+    require("rich", "the command line")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)
+
+
+def print_summary(entries: dict[str, object]) -> None:
+    """Prints one `name value` line for each entry, aligned."""
+    width = max(map(len, entries))
+    for name, value in entries.items():
+        print(f"{name:<{width}}  {value}")

@@ -1,0 +1,113 @@
+"""`moss-tts inspect`: what a checkpoint holds, whether it is complete, and the memory it needs."""
+
+import argparse
+import math
+from collections import Counter
+from pathlib import Path
+
+import torch
+from moss_runtime.commands.common import DTYPES, add_checkpoint_arguments, positive, print_summary
+from moss_runtime.demo_checkpoint import is_demo
+from moss_runtime.hub import checkpoint_directory, codec_directory
+from moss_runtime.model.checkpoint import check_tensors, tensor_shapes
+from moss_runtime.model.codec import Codec, CodecConfig
+from moss_runtime.model.codec.config import TransformerConfig
+from moss_runtime.model.config import ModelConfig
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.state.codec_slots import CodecSlots
+from torch import nn
+
+DEFAULT_CONTEXT = 2048
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint_arguments(parser, model_required=True)
+    parser.add_argument("--streams", type=positive, default=1, metavar="N", help="memory for N streams (default: 1)")
+    parser.add_argument(
+        "--context",
+        type=positive,
+        default=DEFAULT_CONTEXT,
+        metavar="TOKENS",
+        help=f"prompt rows and frames of a stream to hold keys and values for (default: {DEFAULT_CONTEXT})",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and state (default: bfloat16)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints what is there, compares names and shapes with the checkpoint's own config, then prints the memory."""
+    directory = checkpoint_directory(args.model)
+    config = ModelConfig.from_directory(directory)
+    model = MossTTS.on_meta(config)
+    backbone = config.backbone
+    print(f"Model {directory}{' (demo: random weights, its speech is noise)' if is_demo(directory) else ''}")
+    print_summary(
+        {
+            "  backbone": f"{backbone.num_hidden_layers} layers, hidden {backbone.hidden_size}, "
+            f"{backbone.num_attention_heads} heads x {backbone.head_dim}, {backbone.num_key_value_heads} KV heads, "
+            f"FFN {backbone.intermediate_size}, vocabulary {backbone.vocab_size}, "
+            f"context {backbone.max_position_embeddings}",
+            "  local": f"{config.local.n_head} heads x {config.local.head_dim}, FFN {config.local.n_inner}",
+            "  codes": f"{config.n_vq} codebooks of {config.audio_vocab_size}",
+            **_contents(directory, model),
+        }
+    )
+    check_tensors(model, directory, tied=model.tied)
+
+    codec_path = codec_directory(args.codec, directory)
+    codec_config = CodecConfig.from_directory(codec_path)
+    with torch.device("meta"):
+        codec = Codec(codec_config)
+    print(f"Codec {codec_path}")
+    print_summary(
+        {
+            "  audio": f"{codec_config.sampling_rate} Hz, {codec_config.channels} channels, "
+            f"{codec_config.samples_per_frame} samples per frame, {codec_config.frame_rate:g} frames/s",
+            "  codes": f"{codec_config.codebooks} codebooks of {codec_config.codebook_size}",
+            **_contents(codec_path, codec),
+        }
+    )
+    check_tensors(codec, codec_path)
+    print("Names and shapes of all tensors are those that the configs ask for.")
+
+    dtype = DTYPES[args.dtype]
+    context = min(args.context, backbone.max_position_embeddings)
+    print(f"Memory for {args.streams} streams of {context} tokens, {args.dtype}")
+    memory = _memory(model, codec, args.streams, context, dtype)
+    print_summary({f"  {name}": _size(size) for name, size in {**memory, "total": sum(memory.values())}.items()})
+
+
+def _contents(directory: Path, module: nn.Module) -> dict[str, str]:
+    """What the files hold, and the parameters of each part of the module."""
+    stored = tensor_shapes(directory)
+    dtypes = Counter(dtype for _, dtype in stored.values())
+    parts = {name: _parameters(part) for name, part in module.named_children()}
+    return {
+        "  tensors": f"{len(stored)} ({', '.join(f'{count} {dtype}' for dtype, count in sorted(dtypes.items()))})",
+        "  parameters": f"{sum(parts.values()):,}",
+        **{f"    {name}": f"{count:,}" for name, count in parts.items()},
+    }
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _memory(model: MossTTS, codec: Codec, streams: int, context: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of what stays allocated while streams run; activations come on top."""
+    backbone = model.config.backbone
+    kv_per_token = 2 * backbone.num_hidden_layers * backbone.num_key_value_heads * backbone.head_dim * dtype.itemsize
+    stages = [module for module in codec.config.decoder if isinstance(module, TransformerConfig)]
+    transformers = _parameters(codec.encoder) + _parameters(codec.decoder)
+    return {
+        "model weights": _parameters(model) * dtype.itemsize,
+        "codec weights": transformers * dtype.itemsize + _parameters(codec.quantizer) * torch.float32.itemsize,
+        "KV cache": streams * context * kv_per_token,
+        "codec state": CodecSlots.size_in_bytes(stages, streams, dtype),
+    }
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{math.ceil(size / 2**10)} KiB"

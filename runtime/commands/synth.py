@@ -1,0 +1,221 @@
+"""`moss-tts synth`: text to speech."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from moss_runtime.audio import load_audio, wav_writer
+from moss_runtime.commands.common import (
+    StageTimes,
+    add_checkpoint_arguments,
+    add_device_arguments,
+    device_and_dtype,
+    positive,
+    print_summary,
+    progress_bar,
+)
+from moss_runtime.demo_checkpoint import is_demo
+from moss_runtime.errors import PromptError, UserError
+from moss_runtime.hub import checkpoint_directory, codec_directory
+from moss_runtime.model.codec import Codec, CodecConfig
+from moss_runtime.model.config import ModelConfig
+from moss_runtime.model.prompt import PromptBuilder
+from moss_runtime.model.tts import DEFAULT_MAX_FRAMES, Generation, MossTTS
+from torch import Tensor
+
+from moss_kernels import SamplingParams
+
+SAMPLING = {
+    "temperature": (float, "of the audio codes; 0 takes the most probable"),
+    "top_k": (int, "audio codes to choose from; 0 is all"),
+    "top_p": (float, "probability mass of the audio codes to choose from"),
+    "repetition_penalty": (float, "divides the score of codes that were drawn before"),
+    "text_temperature": (float, "of the decision to stop"),
+    "text_top_k": (int, "of the decision to stop"),
+    "text_top_p": (float, "of the decision to stop"),
+    "seed": (int, "0 .. 2^63-1; the same seed repeats the codes (default: drawn, and printed)"),
+}
+WISHES = ("language", "instruction", "quality", "sound_event", "ambient_sound")
+LARGEST_CHUNK = 8  # frames
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="?", help="what to speak (default: standard input)")
+    parser.add_argument("--text-file", type=Path, metavar="FILE", help="read the text from a UTF-8 file")
+    parser.add_argument("-o", "--output", required=True, metavar="WAV", help="file to write")
+    add_checkpoint_arguments(parser, model_required=True)
+    parser.add_argument(
+        "--reference", action="append", default=[], metavar="AUDIO", help="recording of the voice to use; repeatable"
+    )
+    parser.add_argument(
+        "--prompt-audio", metavar="AUDIO", help="recording to continue; the text begins with what is said in it"
+    )
+    parser.add_argument("--downmix", action="store_true", help="accept recordings of more than two channels")
+    parser.add_argument("--tokens", type=positive, metavar="FRAMES", help="wished length in frames of 80 ms")
+    for name in WISHES:
+        parser.add_argument(_option(name), metavar="TEXT")
+    sampling = parser.add_argument_group("sampling")
+    for name, (kind, meaning) in SAMPLING.items():
+        default = getattr(SamplingParams, name)
+        shown = "" if default is None else f" (default: {default})"
+        sampling.add_argument(_option(name), type=kind, default=default, help=meaning + shown)
+    parser.add_argument(
+        "--max-frames", type=positive, default=DEFAULT_MAX_FRAMES, help=f"limit (default: {DEFAULT_MAX_FRAMES})"
+    )
+    parser.add_argument("--float", action="store_true", help="write 32-bit float samples, not 16-bit integers")
+    parser.add_argument("--stream", action="store_true", help="decode and write while the codes are generated")
+    add_device_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    text = _read_text(args)
+    params = _sampling_params(args)
+    device, dtype = device_and_dtype(args)
+    model_directory = checkpoint_directory(args.model)
+    codec_dir = codec_directory(args.codec, model_directory)
+    # What can be wrong with the input is found before the weights are loaded.
+    config, codec_config = ModelConfig.from_directory(model_directory), CodecConfig.from_directory(codec_dir)
+    _check_pair(config, codec_config)
+    prompts = PromptBuilder(model_directory / "tokenizer.json", config)
+    recordings = [
+        _load_recording(path, codec_config, args.downmix)
+        for path in [*args.reference, *([args.prompt_audio] if args.prompt_audio else [])]
+    ]
+    times = StageTimes(device)
+    subtype = "FLOAT" if args.float else "PCM_16"
+    with wav_writer(args.output, codec_config.sampling_rate, codec_config.channels, subtype) as write:
+        with times.stage("load"):
+            model = MossTTS.from_pretrained(model_directory, dtype=dtype, device=device)
+            codec = Codec.from_pretrained(codec_dir, dtype=dtype, device=device)
+        with times.stage("encode"):
+            codes = [clip.cpu() for clip in codec.encode(recordings)]
+        fields = {name: getattr(args, name) for name in ("tokens", *WISHES)}
+        if args.prompt_audio:
+            fields |= {"mode": "continuation", "prompt_audio": codes.pop()}
+        prompt = prompts.build(text, references=codes, **fields)
+        if len(prompt) > config.backbone.max_position_embeddings:
+            raise PromptError(
+                f"text and recordings are too long: {len(prompt)} rows, "
+                f"the model's context is {config.backbone.max_position_embeddings}"
+            )
+        synthesize = _stream if args.stream else _synthesize
+        result = synthesize(model, codec, prompt, params, args.max_frames, write, times)
+    if is_demo(model_directory):
+        print(f"{model_directory} is the demo checkpoint: its weights are random and its speech is noise.")
+    _report(args.output, result, codec_config, times)
+
+
+def _synthesize(
+    model: MossTTS,
+    codec: Codec,
+    prompt: Tensor,
+    params: SamplingParams,
+    max_frames: int,
+    write: Callable[[Tensor], None],
+    times: StageTimes,
+) -> Generation:
+    with times.stage("generate"), progress_bar("generating frames", max_frames) as advance:
+        result = model.generate([prompt], [params], max_frames=max_frames, on_frame=lambda *_: advance())[0]
+    with times.stage("decode"):
+        write(codec.decode(result.codes[None])[0])
+    return result
+
+
+def _stream(
+    model: MossTTS,
+    codec: Codec,
+    prompt: Tensor,
+    params: SamplingParams,
+    max_frames: int,
+    write: Callable[[Tensor], None],
+    times: StageTimes,
+) -> Generation:
+    """As `_synthesize`, in chunks of 1, 2, 4, then 8 frames that are decoded and written as they come."""
+    stream = codec.streaming(slots=1)
+    slot = stream.slots.resolve([stream.slots.lease()])
+    pending: list[Tensor] = []
+    chunk = 1
+
+    def flush() -> None:
+        with times.stage("decode"):
+            write(stream.step(torch.stack(pending)[None], slot, [len(pending)])[0])
+        pending.clear()
+
+    with times.stage("generate"), progress_bar("generating frames", max_frames) as advance:
+
+        def on_frame(codes: Tensor, is_frame: Tensor) -> None:
+            nonlocal chunk
+            pending.append(codes[0])
+            if len(pending) == chunk:
+                flush()
+                chunk = min(2 * chunk, LARGEST_CHUNK)
+            advance()
+
+        result = model.generate([prompt], [params], max_frames=max_frames, on_frame=on_frame)[0]
+    if pending:
+        flush()
+    return result
+
+
+def _read_text(args: argparse.Namespace) -> str:
+    if args.text is not None and args.text_file is not None:
+        raise UserError("give the text or --text-file, not both")
+    if args.text is not None:
+        text = args.text
+    else:
+        try:
+            data = sys.stdin.buffer.read() if args.text_file is None else args.text_file.read_bytes()
+            text = data.decode().rstrip("\r\n")
+        except OSError as error:
+            raise UserError(f"{args.text_file}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            name = args.text_file or "standard input"
+            raise UserError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    if not text.strip():
+        raise UserError("the text is empty")
+    return text
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    try:
+        return SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+
+
+def _check_pair(config: ModelConfig, codec: CodecConfig) -> None:
+    model_codes, codec_codes = (config.n_vq, config.audio_vocab_size), (codec.codebooks, codec.codebook_size)
+    if model_codes != codec_codes:
+        raise UserError(
+            f"the model speaks {model_codes[0]} codebooks of {model_codes[1]}, "
+            f"the codec {codec_codes[0]} of {codec_codes[1]}: they do not belong together"
+        )
+
+
+def _load_recording(path: str, codec: CodecConfig, downmix: bool) -> Tensor:
+    audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
+    if audio.shape[1] < codec.samples_per_frame:
+        raise UserError(f"{path}: shorter than one frame of {1000 / codec.frame_rate:.0f} ms")
+    return audio
+
+
+def _report(output: str, result: Generation, codec: CodecConfig, times: StageTimes) -> None:
+    frames = len(result.codes)
+    seconds = frames / codec.frame_rate
+    spent = sum(value for name, value in times.seconds.items() if name != "load")
+    print_summary(
+        {
+            "output": output,
+            "frames": f"{frames} ({'stopped by itself' if result.finish_reason == 'stop' else 'cut at the limit'})",
+            "audio": f"{seconds:.2f} s, {codec.sampling_rate} Hz, {codec.channels} channels",
+            **{name: f"{value:.2f} s" for name, value in times.seconds.items()},
+            "RTF": f"{spent / seconds:.3f} (seconds of work, without load, per second of audio)" if frames else "none",
+            "seed": result.seed,
+        }
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
