@@ -12,7 +12,7 @@ JOBS := $(shell nproc 2>/dev/null || echo 2)
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
-	test -f demo-checkpoint/config.json || $(BIN)/moss-tts init-demo demo-checkpoint
+	$(BIN)/moss-tts init-demo demo-checkpoint
 	$(BIN)/moss-tts synth --model demo-checkpoint --reference runtime/assets/reference.wav --output demo.wav --seed 1 \
 		"The quick brown fox jumps over the lazy dog, and the whole path from text to sound is real."
 
