@@ -8,7 +8,7 @@ from moss_runtime.model.codec.config import TransformerConfig
 from moss_runtime.state.codec_slots import CodecSlots
 
 from moss_kernels.ring_attention import masked_attention, ring_attention_reference, rope_tables, rotate_interleaved
-from moss_kernels.ring_kv_write import ring_kv_write_reference
+from moss_kernels.ring_kv_write import ring_kv_write_reference, ring_target
 
 HEADS, HEAD_DIM, SLOTS = 2, 4, 3
 NAN = float("nan")
@@ -133,6 +133,16 @@ def test_every_phase_of_the_ring(exact):
     streams = Streams(capacity=5, window=5, exact=exact)
     for tokens in [*range(1, 11), *range(10, 0, -1)]:
         streams.step([(2, tokens), (0, max(1, tokens // 2)), (3, 0), (2, 0)], tokens)
+
+
+def test_no_two_tokens_are_written_to_one_place():
+    """Which of two writes to one place wins is chance on a GPU, so an oversized chunk names only its last C tokens."""
+    offset = torch.tensor([0, 4, 17, 0])
+    target = ring_target(torch.tensor([2, 0, 1]), torch.tensor([13, 12, 3]), offset, tokens=13, capacity=5)
+    assert target.written.sum(1).tolist() == [5, 5, 3]
+    places = set(zip(target.slot[target.written].tolist(), target.position[target.written].tolist(), strict=True))
+    assert len(places) == 13
+    assert target.written[0].nonzero().flatten().tolist() == [8, 9, 10, 11, 12]
 
 
 def test_bf16_rings_hold_the_tokens_they_are_given():

@@ -47,6 +47,16 @@ def test_stale_lease_cannot_reach_a_reused_slot(slots):
     assert slots.free == 0
 
 
+def test_released_lease_is_stale_at_once(slots):
+    lease = slots.lease()
+    slots.release(lease)
+    with pytest.raises(ValueError, match="was released"):
+        slots.resolve([lease])
+    with pytest.raises(ValueError, match="was released"):
+        slots.release(lease)
+    assert slots.free == 2
+
+
 def test_lease_starts_at_token_zero_and_keeps_the_ring(slots):
     lease = slots.lease()
     for rings in slots.stages:

@@ -88,6 +88,7 @@ class CodecStream:
         """Decode the next frames of each row's stream.
 
         Lists and CPU tensors are checked. Tensors that lie on another device are not, since that would wait for it.
+        Memory grows with the square of T: cut long input into chunks of tens of frames.
 
         Args:
             codes: [B, T, codebooks] int. Frames at or beyond a row's `valid` may hold anything.
