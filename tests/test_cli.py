@@ -1,0 +1,331 @@
+"""The command line: the whole path on the demo checkpoint, and one clear line for every kind of bad input."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from moss_runtime.audio import load_audio
+from moss_runtime.cli import main
+from moss_runtime.demo_checkpoint import write_demo_checkpoint
+from moss_runtime.model.tts import Generation, MossTTS
+from safetensors.torch import load, load_file, save_file
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "runtime" / "assets" / "reference.wav"
+TEXT = "The harbour lights go out."
+
+
+@pytest.fixture(scope="module")
+def shared_demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shared") / "demo"
+    write_demo_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def demo(shared_demo, tmp_path, monkeypatch):
+    """A working directory that holds `demo`, the checkpoint, and nothing else."""
+    (tmp_path / "demo").symlink_to(shared_demo)
+    monkeypatch.chdir(tmp_path)
+    return shared_demo
+
+
+@pytest.fixture
+def own_demo(shared_demo, tmp_path, monkeypatch):
+    """As `demo`, with a checkpoint that the test may damage."""
+    shutil.copytree(shared_demo, tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "demo"
+
+
+def run(*arguments):
+    """Exit code of one command; argparse's own exits included."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def synth(*arguments):
+    return run("synth", "--model", "demo", "--output", "out.wav", *arguments)
+
+
+def refused(capsys, *arguments, kept=("demo",)):
+    """Runs a command that must refuse its input; returns the one line that says why."""
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("moss-tts") and "Traceback" not in error, error
+    assert sorted(os.listdir()) == sorted(kept), "something was left behind"
+    return error
+
+
+def refused_synth(capsys, *arguments, kept=("demo",)):
+    return refused(capsys, "synth", "--model", "demo", "--output", "out.wav", *arguments, kept=kept)
+
+
+def summary(capsys):
+    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
+
+
+def test_synth_reports_what_it_wrote(demo, capsys):
+    assert synth("--reference", REFERENCE, "--seed", 1, TEXT) == 0
+    said = summary(capsys)
+    frames = int(said["frames"].split()[0])
+    audio = load_audio("out.wav")
+    assert audio.shape == (2, frames * 3840) and audio.abs().max() > 0.05
+    assert soundfile.info("out.wav").subtype == "PCM_16"
+    assert said["seed"] == "1" and said["audio"].startswith(f"{frames * 0.08:.2f} s, 48000 Hz, 2 channels")
+    assert {"load", "encode", "generate", "decode", "RTF"} <= said.keys()
+    assert "demo checkpoint" in " ".join([f"{name} {value}" for name, value in said.items()])
+    assert sorted(os.listdir()) == ["demo", "out.wav"]
+
+
+def test_the_printed_seed_repeats_the_file(demo, capsys):
+    assert synth("--max-frames", 6, TEXT) == 0
+    first, seed = Path("out.wav").read_bytes(), summary(capsys)["seed"]
+    assert synth("--max-frames", 6, TEXT) == 0
+    assert summary(capsys)["seed"] != seed and Path("out.wav").read_bytes() != first
+    assert synth("--max-frames", 6, "--seed", seed, TEXT) == 0
+    assert Path("out.wav").read_bytes() == first
+
+
+def test_streaming_writes_the_offline_audio(demo):
+    options = ("--seed", 3, "--max-frames", 20, "--float", TEXT)
+    assert synth(*options) == 0
+    offline = load_audio("out.wav")
+    assert offline.shape == (2, 20 * 3840)
+    assert synth("--stream", *options) == 0
+    assert (load_audio("out.wav") - offline).abs().max() <= 1e-5 * offline.abs().max()
+
+
+def test_text_from_argument_file_and_standard_input(demo, monkeypatch):
+    options = ("--seed", 3, "--max-frames", 2)
+    assert synth(*options, TEXT) == 0
+    expected = Path("out.wav").read_bytes()
+    Path("text.txt").write_text(TEXT + "\n")
+    assert synth(*options, "--text-file", "text.txt") == 0
+    assert Path("out.wav").read_bytes() == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\n")))
+    assert synth(*options) == 0
+    assert Path("out.wav").read_bytes() == expected
+
+
+def test_every_option_reaches_the_prompt_and_the_sampler(demo, monkeypatch):
+    seen = {}
+
+    def generate(self, prompts, params, **limits):
+        seen.update(rows=len(prompts[0]), params=params[0], **limits)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MossTTS, "generate", generate)
+
+    def rows(*options):
+        assert synth(TEXT, *options) == 130
+        return seen["rows"]
+
+    plain = rows()
+    for option in ("--language", "--instruction", "--quality", "--sound-event", "--ambient-sound"):
+        assert rows(option, "many words of this") > plain, option
+    assert rows("--tokens", 123456) > plain
+    assert rows("--prompt-audio", REFERENCE) == plain + 37
+    none = plain + 37 + 2 - rows("--reference", REFERENCE)  # tokens of the "None" that references replace
+    assert none > 0 and rows("--reference", REFERENCE, "--reference", REFERENCE) == plain - none + 2 * (37 + 2)
+    rows("--temperature", 1.1, "--top-k", 3, "--top-p", 0.5, "--repetition-penalty", 1.2, "--text-temperature", 0)
+    assert seen["params"].temperature == 1.1 and seen["params"].top_k == 3 and seen["params"].top_p == 0.5
+    assert seen["params"].repetition_penalty == 1.2 and seen["params"].text_temperature == 0
+    rows("--text-top-k", 1, "--text-top-p", 0.9, "--max-frames", 7)
+    assert seen["params"].text_top_k == 1 and seen["params"].text_top_p == 0.9 and seen["max_frames"] == 7
+    assert os.listdir() == ["demo"], "an interrupted run leaves nothing behind"
+
+
+def test_no_frames_give_an_empty_file(demo, capsys, monkeypatch):
+    nothing = Generation(torch.empty(0, 12, dtype=torch.int64), 5, "stop")
+    monkeypatch.setattr(MossTTS, "generate", lambda *_, **__: [nothing])
+    for options in ((), ("--stream",)):
+        assert synth(TEXT, *options) == 0
+        assert soundfile.info("out.wav").frames == 0 and summary(capsys)["RTF"] == "none"
+
+
+def test_encode_and_decode(demo, capsys):
+    assert run("encode", REFERENCE, "--model", "demo", "-o", "codes.safetensors") == 0
+    codes = load_file("codes.safetensors")["codes"]
+    assert codes.shape == (37, 12) and codes.min() >= 0 and codes.max() < 1024
+    assert run("decode", "codes.safetensors", "--codec", "demo/audio_tokenizer", "-o", "back.wav", "--float") == 0
+    assert load_audio("back.wav").shape == (2, 37 * 3840)
+    assert "2.96 s" in capsys.readouterr().out
+
+
+def test_init_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("init-demo", "demo") == 0
+    assert "noise" in capsys.readouterr().out and (tmp_path / "demo" / "audio_tokenizer" / "config.json").exists()
+    shutil.rmtree("demo")
+    Path("taken").mkdir()
+    Path("taken/file").write_text("mine")
+    assert "holds other files" in refused(capsys, "init-demo", "taken", kept=["taken"])
+
+
+def test_the_installed_program_refuses_with_exit_code_2(demo):
+    program = [sys.executable, "-m", "moss_runtime.cli", "synth", "--model", "demo", "-o", "out.wav", " "]
+    result = subprocess.run(program, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, "moss-tts: error: the text is empty\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1", "x"], "temperature"),
+        (["--temperature", "nan", "x"], "temperature"),
+        (["--top-p", "1.5", "x"], "top_p"),
+        (["--top-p", "0", "x"], "top_p"),
+        (["--repetition-penalty", "0", "x"], "repetition_penalty"),
+        (["--text-top-p", "inf", "x"], "text_top_p"),
+        (["--seed", "-1", "x"], "seed"),
+        (["--seed", str(2**63), "x"], "seed"),
+        (["--top-k", "many", "x"], "--top-k: invalid int value: 'many'"),
+        (["--max-frames", "0", "x"], "--max-frames: must be a positive integer, got '0'"),
+        (["--tokens", "-3", "x"], "--tokens: must be a positive integer, got '-3'"),
+        (["--dtype", "int8", "x"], "--dtype: invalid choice: 'int8'"),
+        (["--device", "abacus", "x"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
+        (["--device", "cuda:99", "x"], "no device cuda:99 here"),
+        (["--no-such-option", "x"], "unrecognized arguments: --no-such-option"),
+        (["  \n"], "the text is empty"),
+        (["--text-file", "none.txt"], "none.txt: cannot be read (No such file or directory)"),
+        (["--text-file", "none.txt", "x"], "not both"),
+        (["--language", "\udcff", "x"], "language is not valid Unicode"),
+        (["word " * 9000], "text and recordings are too long"),
+        (["--reference", "none.wav", "x"], "none.wav: no such file"),
+        (["--model", "none", "x"], "none: no such checkpoint directory"),
+        (["--codec", "none", "x"], "none: no such checkpoint directory"),
+        (["--output", "none/out.wav", "x"], "none/out.wav: cannot be written (No such file or directory)"),
+        (["--output", ".", "x"], ".: cannot be written (not a regular file)"),
+    ],
+)
+def test_bad_options(demo, capsys, options, message):
+    assert message in refused_synth(capsys, *options)
+
+
+def test_commands_and_texts_that_do_not_exist(demo, capsys, monkeypatch):
+    assert "invalid choice: 'sing'" in refused(capsys, "sing")
+    assert "required: command" in refused(capsys)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert "standard input: not UTF-8 text (byte 0)" in refused_synth(capsys)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "the text is empty" in refused_synth(capsys)
+    assert "name the codec with --codec" in refused(capsys, "encode", REFERENCE, "-o", "codes")
+
+
+def test_bad_recordings(demo, capsys):
+    tone = np.sin(np.arange(9600) / 20)
+    soundfile.write("many.wav", np.stack([tone] * 3, axis=1), 48_000)
+    soundfile.write("empty.wav", tone[:0], 48_000)
+    soundfile.write("short.wav", tone[:3000], 48_000)
+    soundfile.write("nan.wav", np.where(np.arange(9600) == 5000, np.nan, tone), 48_000, subtype="FLOAT")
+    Path("cut.wav").write_bytes(REFERENCE.read_bytes()[:10_000])
+    Path("text.wav").write_text("not audio")
+    messages = {
+        "many.wav": "3 channels",
+        "empty.wav": "no audio",
+        "short.wav": "shorter than one frame of 80 ms",
+        "nan.wav": "not finite",
+        "cut.wav": "truncated",
+        "text.wav": "not readable as audio",
+    }
+    for name, message in messages.items():
+        kept = ["demo", *messages]
+        assert message in refused_synth(capsys, "--reference", name, TEXT, kept=kept)
+        assert message in refused_synth(capsys, "--prompt-audio", name, TEXT, kept=kept)
+        assert message in refused(capsys, "encode", name, "--model", "demo", "-o", "codes", kept=kept)
+    assert synth("--reference", "many.wav", "--downmix", "--max-frames", 1, TEXT) == 0
+
+
+def test_bad_codes(demo, capsys):
+    save_file({"codes": torch.full((4, 12), 1024)}, "large.safetensors")
+    save_file({"codes": torch.zeros(4, 11, dtype=torch.int64)}, "narrow.safetensors")
+    save_file({"codes": torch.zeros(4, 12)}, "float.safetensors")
+    save_file({"other": torch.zeros(1)}, "other.safetensors")
+    Path("text.safetensors").write_text("no tensors")
+    messages = {
+        "large.safetensors": "must be in 0..1023, got 1024",
+        "narrow.safetensors": "[1, 4, 11]",
+        "float.safetensors": "must be integers",
+        "other.safetensors": "must hold a tensor `codes`",
+        "text.safetensors": "not a safetensors file",
+    }
+    for name, message in messages.items():
+        assert message in refused(capsys, "decode", name, "--model", "demo", "-o", "o.wav", kept=["demo", *messages])
+    assert "cannot be read" in refused(capsys, "decode", "none", "--model", "demo", "-o", "o", kept=["demo", *messages])
+
+
+@pytest.mark.parametrize("part", ["", "audio_tokenizer"])
+def test_damaged_checkpoints(own_demo, capsys, part):
+    weights, config = own_demo / part / "model.safetensors", own_demo / part / "config.json"
+    data, settings = weights.read_bytes(), json.loads(config.read_text())
+
+    def both_refuse(message):
+        assert message in refused_synth(capsys, TEXT)
+        assert message in refused(capsys, "inspect", "--model", "demo")
+
+    weights.write_bytes(data[:-100])
+    both_refuse("truncated or corrupt")
+    weights.unlink()
+    both_refuse("model.safetensors")
+    tensors = load(data)
+    name = next(name for name in tensors if name.endswith("norm2.weight") or name.endswith("ln_2.weight"))
+    save_file({**tensors, name: tensors[name][:-1].clone(), "stray": tensors[name]}, weights)
+    both_refuse(name)
+    both_refuse("stray")
+    weights.write_bytes(data)
+    config.write_text("{")
+    both_refuse("config.json: not valid JSON")
+    del settings["quantizer_kwargs" if part else "gpt2_config"]
+    config.write_text(json.dumps(settings))
+    both_refuse("quantizer_kwargs" if part else "gpt2_config")
+
+
+def test_checkpoints_with_a_part_missing(own_demo, capsys):
+    tokenizer = (own_demo / "tokenizer.json").read_bytes()
+    (own_demo / "tokenizer.json").unlink()
+    assert "tokenizer.json: no such tokenizer file" in refused_synth(capsys, TEXT)
+    (own_demo / "tokenizer.json").write_bytes(tokenizer)
+    (own_demo / "audio_tokenizer").rename("codec")
+    kept = ("demo", "codec")
+    assert "name one with --codec" in refused_synth(capsys, TEXT, kept=kept)
+    assert synth("--codec", "codec", "--max-frames", 1, TEXT) == 0
+    Path("out.wav").unlink()
+    mono = ROOT / "tests" / "golden" / "codec_mono"
+    assert "do not belong together" in refused_synth(capsys, "--codec", mono, TEXT, kept=kept)
+
+
+def test_hugging_face_ids(demo, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "needs the package huggingface_hub: pip install" in refused_synth(capsys, "--model", "some/model", TEXT)
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(name, allow_patterns):
+            if name != "some/model":
+                raise OSError("no route\nto host")
+            return "demo"
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    assert "not fetched from Hugging Face (no route)" in refused_synth(capsys, "--model", "other/model", TEXT)
+    assert run("inspect", "--model", "some/model") == 0
+
+
+def test_the_library_example_of_the_readme(demo, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 10
+    Path("demo-checkpoint").symlink_to(demo)
+    Path("runtime").symlink_to(ROOT / "runtime")
+    exec(compile(example, "README.md", "exec"), {})
+    assert load_audio("speech.wav").shape[1] >= 3840
