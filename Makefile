@@ -21,8 +21,8 @@ test: lint lib
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 ifneq ($(and $(NVCC),$(CMAKE)),)
 lib:
