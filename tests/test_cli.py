@@ -252,12 +252,14 @@ def test_bad_codes(demo, capsys):
     save_file({"codes": torch.full((4, 12), 1024)}, "large.safetensors")
     save_file({"codes": torch.zeros(4, 11, dtype=torch.int64)}, "narrow.safetensors")
     save_file({"codes": torch.zeros(4, 12)}, "float.safetensors")
+    save_file({"codes": torch.zeros(0, 12, dtype=torch.int64)}, "empty.safetensors")
     save_file({"other": torch.zeros(1)}, "other.safetensors")
     Path("text.safetensors").write_text("no tensors")
     messages = {
         "large.safetensors": "must be in 0..1023, got 1024",
         "narrow.safetensors": "[1, 4, 11]",
         "float.safetensors": "must be integers",
+        "empty.safetensors": "[frames >= 1, codebooks]",
         "other.safetensors": "must hold a tensor `codes`",
         "text.safetensors": "not a safetensors file",
     }
