@@ -1,5 +1,14 @@
 """Kernels for MOSS-TTS-Local-Transformer-v1.5. They know tensors and nothing of models or requests."""
 
+from .embed_codes import embed_codes
+from .local_rope_attention import local_rope_attention, local_rope_attention_lookup
 from .sample_codebook import SamplingParams, SamplingState, sample_codebook
 
-__all__ = ["SamplingParams", "SamplingState", "sample_codebook"]
+__all__ = [
+    "SamplingParams",
+    "SamplingState",
+    "embed_codes",
+    "local_rope_attention",
+    "local_rope_attention_lookup",
+    "sample_codebook",
+]

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.embed_codes import embed_codes_reference
 from moss_kernels.local_frame_decode import LocalFrame, LocalFrameWeights, local_frame_decode_reference
-from moss_kernels.local_rope_attention import local_rope_attention_reference
 from moss_kernels.sample_codebook import sample_codebook_reference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -167,44 +166,3 @@ def test_not_finite_logits_show_in_the_status(case):
     everyone = torch.ones(3, dtype=torch.bool)
     frame = local_frame_decode_reference(hidden, case.weights, case.state(3), identity_map(3), everyone)
     assert frame.status.ne(0).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("position", [0, 1, 5])
-def test_attention_rotates_neighbouring_pairs_and_reads_only_its_past(position):
-    batch, heads, head_dim, base = 3, 2, 10, 1e4
-    generator = torch.Generator().manual_seed(position)
-    keys, values = torch.randn(2, batch, 6, heads, head_dim, generator=generator, dtype=torch.float64)
-    keys[:, position:] = values[:, position:] = torch.nan
-    qkv = torch.randn(batch, 3 * heads * head_dim, generator=generator, dtype=torch.float64)
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.reshape(batch, heads, head_dim // 2, 2))
-        angles = position * base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-    q, k, v = qkv.split(heads * head_dim, dim=1)
-    all_keys = torch.cat((keys[:, :position], rotated(k)[:, None]), 1)
-    all_values = torch.cat((values[:, :position], v.reshape(batch, 1, heads, head_dim)), 1)
-    weights = (torch.einsum("bhd,bphd->bhp", rotated(q), all_keys) / head_dim**0.5).softmax(-1)
-    expected = torch.einsum("bhp,bphd->bhd", weights, all_values).flatten(1)
-
-    got = local_rope_attention_reference(qkv, keys, values, position, base)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(keys[:, : position + 1], all_keys, rtol=0, atol=1e-5)
-    assert keys[:, position + 1 :].isnan().all() and values[:, position + 1 :].isnan().all()
-
-
-def test_embedding_rounds_at_each_add():
-    # Steps of bf16 are 2 at 256: each 0.75 is lost on its own, while their sum of 9 would not be.
-    tables = torch.full((CODEBOOKS, 4, 1), 0.75, dtype=torch.bfloat16)
-    codes = torch.zeros(1, CODEBOOKS, dtype=torch.int64)
-    text = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
-    assert embed_codes_reference(torch.tensor([0]), codes, text, tables, 4).item() == 256
-
-
-def test_pad_codes_add_nothing():
-    tables = torch.arange(1.0, 9.0).reshape(2, 4, 1)
-    tables[:, 0] = torch.nan
-    codes = torch.tensor([[[4, 4], [4, 2], [3, 1]]])
-    embeds = embed_codes_reference(torch.tensor([[1, 0, 1]]), codes, torch.tensor([[10.0], [20.0]]), tables, 4)
-    assert embeds.flatten().tolist() == [20.0, 10.0 + 7, 20.0 + 4 + 6]

@@ -114,6 +114,167 @@ typedef struct SampleCodebookParams {
  * code for this device), MOSS_ERROR_NO_DEVICE, MOSS_ERROR_CUDA. */
 MOSS_API MossStatus moss_sample_codebook(const SampleCodebookParams* params);
 
+/* ---- embed_codes ----------------------------------------------------------------------------------------------- */
+
+/* The next input of the backbone: out[b] = embed_tokens[text_ids[b]] + audio_embeddings[0][codes[b][0]] + ... + the row of
+ * codebook Q-1, added one after the other, each sum rounded to `dtype`. An id outside its table is never looked up and
+ * adds nothing, as the pad code. */
+typedef struct EmbedCodesParams {
+  uint32_t struct_size; /* sizeof(EmbedCodesParams) */
+  uint32_t abi_version; /* MOSS_ABI_VERSION */
+  int32_t batch;        /* B, 0 .. 65535 */
+  int32_t codebooks;    /* Q, >= 0 */
+  int64_t text_vocab;   /* N, >= 1 */
+  int64_t vocab;        /* V, >= 1 */
+  int64_t width;        /* H, >= 1 */
+  int64_t pad_id;       /* code that adds nothing */
+  MossDtype dtype;      /* of the tables and the output */
+  int32_t dependent_launch;     /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  const int64_t* text_ids;      /* [B] */
+  int64_t text_ids_stride;      /* elements */
+  const int64_t* codes;         /* [B, Q], rows contiguous */
+  int64_t codes_row_stride;     /* elements */
+  const void* embed_tokens;     /* [N, H] contiguous; this and the next two are aligned to 16 bytes */
+  const void* audio_embeddings; /* [Q, V, H] contiguous */
+  void* out;                    /* [B, H] contiguous, written */
+  void* stream;                 /* cudaStream_t */
+} EmbedCodesParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_embed_codes(const EmbedCodesParams* params);
+
+/* ---- local_rope_attention -------------------------------------------------------------------------------------- */
+
+/* Attention of one position of the local transformer over positions 0 .. position of its own frame. The new q, k and v
+ * come either from `qkv` (q and k are rotated here: interleaved RoPE, rounded to `dtype`) or, if `qkv` is null, from
+ * `table` by the code drawn at the position before (q and k rotated already); then `residual` gets that code's embedding.
+ * k and v are stored at `position`; later positions are never read. Scores, softmax and the weighted sum are fp32. In the
+ * table form a row whose code is outside 0 .. V-1 stores nothing and its outputs are 0. All tensors are contiguous and
+ * aligned to 16 bytes, `codes` to 8. */
+typedef struct LocalRopeAttentionParams {
+  uint32_t struct_size; /* sizeof(LocalRopeAttentionParams) */
+  uint32_t abi_version; /* MOSS_ABI_VERSION */
+  int32_t batch;        /* B, 0 .. 65535 */
+  int32_t heads;        /* 1 .. 65535 */
+  int32_t head_dim;     /* D, a multiple of 4 in 16 .. 128 */
+  int32_t positions;    /* P, 1 .. 32 */
+  int32_t position;     /* 0 .. P-1; from 1 in the table form */
+  MossDtype dtype;      /* of all tensors but `codes` */
+  const void* qkv;      /* [B, 3*heads*D] all of q, then k, then v; null: table form */
+  const void* cos;      /* [P, D/2] null in the table form, as `sin` */
+  const void* sin;      /* [P, D/2] */
+  const int64_t* codes; /* [B] this, `table`, `audio_embeddings` and `residual` are null unless in the table form */
+  int64_t codes_stride; /* elements */
+  int64_t vocab;        /* V; 0 unless in the table form */
+  const void* table;    /* [P-1, V, 3*heads*D] */
+  const void* audio_embeddings; /* [>= P-1, V, heads*D] */
+  void* residual;               /* [B, heads*D] written */
+  void* k_cache;                /* [B, P, heads, D] read and written */
+  void* v_cache;                /* [B, P, heads, D] read and written */
+  void* out;                    /* [B, heads*D] written */
+  int32_t dependent_launch;     /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t reserved;
+  void* stream; /* cudaStream_t */
+} LocalRopeAttentionParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_local_rope_attention(const LocalRopeAttentionParams* params);
+
+/* ---- local_frame_decode ---------------------------------------------------------------------------------------- */
+
+/* The dimensions that the persistent kernel is built for. Each fixes hidden, inner, heads, head_dim and vocab:
+ * MOSS_LOCAL_FULL: 2560, 9728, 32, 80, 1024 (MOSS-TTS-Local v1.5); MOSS_LOCAL_TINY: 256, 512, 4, 64, 128 (for checkers).
+ * Both have 12 codebooks. */
+typedef enum MossLocalModel { MOSS_LOCAL_FULL = 0, MOSS_LOCAL_TINY = 1 } MossLocalModel;
+
+/* Weights of the block and the heads, bf16, row-major [outputs, inputs], on the device. */
+typedef struct LocalFramePackParams {
+  uint32_t struct_size;
+  uint32_t abi_version;
+  MossLocalModel model;
+  int32_t reserved;
+  const void* c_attn;           /* [3*hidden, hidden] rows of q, k, v */
+  const void* c_proj;           /* [hidden, hidden] */
+  const void* fc_in;            /* [inner, hidden] */
+  const void* fc_out;           /* [hidden, inner] */
+  const void* audio_embeddings; /* [12, vocab, hidden], the tied heads */
+  void* packed;                 /* moss_local_frame_packed_bytes, aligned to 128 bytes, written */
+  void* stream;
+} LocalFramePackParams;
+
+/* Bytes of the packed weights, and of a workspace for batches up to 128; 0 for an unknown model. */
+MOSS_API int64_t moss_local_frame_packed_bytes(MossLocalModel model);
+MOSS_API int64_t moss_local_frame_workspace_bytes(MossLocalModel model);
+
+/* Reorders the weights into the order in which the kernel streams them. */
+MOSS_API MossStatus moss_local_frame_pack(const LocalFramePackParams* params);
+
+/* One frame of B rows: stop decision and 12 codes, each drawn from the logits that the ones before it lead to, and the
+ * embedding of the next backbone input. All in one cooperative launch; a row's results are bitwise the same in every batch.
+ * All floating point tensors without another dtype are bf16. */
+typedef struct LocalFrameDecodeParams {
+  uint32_t struct_size;
+  uint32_t abi_version;
+  MossLocalModel model;
+  int32_t batch;           /* B, 1 .. 128 */
+  int32_t multiprocessors; /* blocks of the launch; 0: as many as the products have units (128), or the device if fewer */
+  int32_t pool_rows;       /* S+1 */
+  int64_t audio_pad_id;    /* code of rows that do not continue */
+  int64_t slot_id;         /* text id of a generated row */
+  int64_t pad_token_id;    /* text id of a row that does not continue */
+  int64_t text_rows;       /* rows of embed_tokens */
+  float layer_norm_epsilon;
+  int32_t reserved;
+  const void* packed;      /* from moss_local_frame_pack */
+  const void* ln_1_weight; /* [hidden], likewise the next five */
+  const void* ln_1_bias;
+  const void* ln_2_weight;
+  const void* ln_2_bias;
+  const void* ln_f_weight;
+  const void* ln_f_bias;
+  const void* c_attn_bias; /* [3*hidden] */
+  const void* c_proj_bias; /* [hidden] */
+  const void* fc_in_bias;  /* [inner] */
+  const void* fc_out_bias; /* [hidden] */
+  const void* stop_head;   /* [2, hidden] row 0 continues, row 1 stops */
+  const void* audio_embeddings; /* [12, vocab, hidden] */
+  const void* embed_tokens;     /* [text_rows, hidden] */
+  const float* rope;            /* [12, head_dim/2, 2] cos and sin, already rounded to bf16 */
+  const void* qkv_table;        /* [11, vocab, 3*hidden] from moss_local_qkv_table; null: c_attn runs at every position */
+  const void* hidden;           /* [B, hidden], rows contiguous one after the other, aligned to 4 bytes */
+  const int32_t* row_map;       /* [B] pool row of each batch row */
+  const uint8_t* active;        /* [B] */
+  const float* temperature;     /* [S+1], the sampling state as in SampleCodebookParams */
+  const int32_t* top_k;
+  const float* top_p;
+  const float* repetition_penalty;
+  const float* text_temperature; /* [S+1] the same for the stop head */
+  const int32_t* text_top_k;
+  const float* text_top_p;
+  const int64_t* seed;
+  int32_t* frame;               /* [S+1] advanced in rows that continue */
+  int32_t* seen;                /* [S+1, 12, ceil(vocab/32)] */
+  const int64_t* teacher_codes; /* [B, 12] fed to the next position in place of the drawn ones (tests); null: none */
+  int64_t* codes;               /* [B, 12] written; pad ids in rows that do not continue */
+  uint8_t* continues;           /* [B] written: 1 if the row is active and drew continue */
+  void* feedback;               /* [B, hidden] written: embedding of the row (slot_id, codes), or of pad_token_id alone */
+  int32_t* status;              /* [B] written: or of the draws' status bits, 0 in inactive rows */
+  float* stop_logits;           /* [B, 2] written in active rows; null: none. Likewise the next two */
+  float* audio_logits;          /* [B, 12, vocab] */
+  void* hidden_out;             /* [B, 12, hidden] output of ln_f at each position */
+  void* workspace;              /* moss_local_frame_workspace_bytes, aligned to 256 bytes; its first 256 bytes zero before
+                                   the first frame. One per live graph or stream */
+  void* stream;
+} LocalFrameDecodeParams;
+
+/* Errors: MOSS_ERROR_INVALID_ARGUMENT, MOSS_ERROR_UNSUPPORTED (device), MOSS_ERROR_NO_DEVICE, MOSS_ERROR_CUDA. */
+MOSS_API MossStatus moss_local_frame_decode(const LocalFrameDecodeParams* params);
+
+/* q, k and v of every code, rotated for the position that follows its codebook, by the arithmetic of the frame itself.
+ * `decode`: as for moss_local_frame_decode; read are model, multiprocessors, layer_norm_epsilon, packed, ln_1_*,
+ * c_attn_bias, audio_embeddings, rope, workspace and stream. `table`: [11, vocab, 3*hidden] bf16, written. */
+MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, void* table);
+
 #ifdef __cplusplus
 }
 #endif

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moss_kernels.embed_codes import embed_codes_reference
-from moss_kernels.local_rope_attention import local_rope_attention_reference
+from moss_kernels.local_rope_attention import local_rope_attention_reference, local_rope_tables, rotate_pairs
 from moss_kernels.sample_codebook import SamplingState, sample_codebook
 
 CONTINUE, STOP = 0, 1  # rows of the stop head
@@ -133,9 +133,10 @@ def local_frame_decode_reference(
     k_cache, v_cache = hidden.new_full(cache_shape, torch.nan), hidden.new_full(cache_shape, torch.nan)
     codes = torch.full((batch, codebooks), weights.audio_pad_token_id, dtype=torch.int64, device=hidden.device)
     status = torch.zeros(batch, dtype=torch.int32, device=hidden.device)
+    cos, sin = _rope_tables(weights)
     outputs, audio_logits = [], []
 
-    output = _position(hidden, 0, weights, k_cache, v_cache)
+    output = _position(hidden, 0, weights, k_cache, v_cache, cos, sin)
     stop_logits = F.linear(output, weights.stop_head)
     continues = active
     if teacher_codes is None:
@@ -143,7 +144,7 @@ def local_frame_decode_reference(
     for q in range(codebooks):
         if q > 0:
             x = weights.audio_embeddings[q - 1][codes[:, q - 1].masked_fill(~continues, 0)]
-            output = _position(x, q, weights, k_cache, v_cache)
+            output = _position(x, q, weights, k_cache, v_cache, cos, sin)
         logits = F.linear(output, weights.audio_embeddings[q])
         if teacher_codes is None:
             codes[:, q] = _draw(logits, state, row_map, continues, q + 1, weights.audio_pad_token_id, status)
@@ -172,12 +173,37 @@ def local_frame_decode_reference(
     )
 
 
-def _position(x: Tensor, position: int, weights: LocalFrameWeights, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+def qkv_table_reference(weights: LocalFrameWeights) -> Tensor:
+    """q and k (both rotated) and v of every code: with one block, position q+1 depends on (q, code) alone.
+
+    Returns:
+        [Q-1, V, 3*H] dtype of the weights. Entry [q, code] is what position q+1 computes when codebook q drew `code`.
+    """
+    cos, sin = _rope_tables(weights)
+    tables = []
+    for q, embeddings in enumerate(weights.audio_embeddings[:-1]):
+        qkv = _qkv(embeddings, weights).unflatten(-1, (3, weights.n_head, -1))
+        tables.append(torch.cat((rotate_pairs(qkv[:, :2], cos[q + 1], sin[q + 1]), qkv[:, 2:]), 1).flatten(1))
+    return torch.stack(tables)
+
+
+def _rope_tables(weights: LocalFrameWeights) -> tuple[Tensor, Tensor]:
+    like, positions = weights.c_proj_weight, len(weights.audio_embeddings)
+    head_dim = like.shape[0] // weights.n_head
+    return local_rope_tables(positions, head_dim, weights.rope_base, dtype=like.dtype, device=like.device)
+
+
+def _qkv(x: Tensor, weights: LocalFrameWeights) -> Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], weights.ln_1_weight, weights.ln_1_bias, weights.layer_norm_epsilon)
+    return F.linear(normed, weights.c_attn_weight, weights.c_attn_bias)
+
+
+def _position(
+    x: Tensor, position: int, weights: LocalFrameWeights, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """The block and ln_f at one position: x [B, H] -> [B, H]; writes its keys and values into the caches."""
     epsilon = weights.layer_norm_epsilon
-    normed = F.layer_norm(x, x.shape[-1:], weights.ln_1_weight, weights.ln_1_bias, epsilon)
-    qkv = F.linear(normed, weights.c_attn_weight, weights.c_attn_bias)
-    attention = local_rope_attention_reference(qkv, k_cache, v_cache, position, weights.rope_base)
+    attention = local_rope_attention_reference(_qkv(x, weights), k_cache, v_cache, position, cos, sin)
     x = x + F.linear(attention, weights.c_proj_weight, weights.c_proj_bias)
     normed = F.layer_norm(x, x.shape[-1:], weights.ln_2_weight, weights.ln_2_bias, epsilon)
     inner = F.silu(F.linear(normed, weights.fc_in_weight, weights.fc_in_bias))
