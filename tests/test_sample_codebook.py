@@ -8,7 +8,7 @@ import torch
 
 from moss_kernels import sample_codebook
 from moss_kernels.sample_codebook import philox, reference
-from moss_kernels.testing.cases import PAD_ID, sample_codebook_inputs
+from moss_kernels.testing.cases import PAD_ID, sample_codebook_inputs, top_p_edge_inputs, weight_arguments
 
 LARGEST_WORD = 2**32 - 1
 
@@ -24,6 +24,11 @@ def test_philox_vectors():
 def test_weight_vectors():
     u = torch.tensor([0.0, -0.5, -1.0, -3.25, -10.0, -23.0, -math.inf])
     assert reference.exp_weights(u).tolist() == [1073741824, 651257344, 395007552, 41633488, 48748, 0, 0]
+
+
+def test_weights_equal_the_oracle():
+    u = weight_arguments()
+    assert reference.exp_weights(u).tolist() == [oracle.weight(value) for value in u.numpy()]
 
 
 def _oracle_rows(inputs) -> list[oracle.Row]:
@@ -86,6 +91,13 @@ def test_equals_the_oracle(vocab, batch, dtype):
         inputs.state.seen.copy_(before)
         inputs.random_words = None if words is philox_words else torch.tensor(words)
         _check_draw(inputs, rows, words)
+
+
+def test_a_code_that_starts_at_the_top_p_limit_stays():
+    inputs = top_p_edge_inputs()
+    rows = _oracle_rows(inputs)
+    assert [len(row.weights) for row in rows] == [2] * 24 + [3] * 24
+    _check_draw(inputs, rows, inputs.random_words.tolist())
 
 
 def _weights(logits, seen_words, temperature, top_k, top_p, penalty) -> torch.Tensor:

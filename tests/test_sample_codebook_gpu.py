@@ -5,7 +5,7 @@ import torch
 
 from moss_kernels import SamplingParams, sample_codebook
 from moss_kernels.sample_codebook import sample_codebook_reference
-from moss_kernels.testing.cases import PAD_ID, SAMPLE_CODEBOOK_CASES, sample_codebook_inputs
+from moss_kernels.testing.cases import PAD_ID, SAMPLE_CODEBOOK_CASES, sample_codebook_inputs, top_p_edge_inputs
 from moss_kernels.testing.compare import implementation, require_equal, require_same_draws
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +40,11 @@ def test_extreme_words_and_missing_history(name, vocab, word):
     require_same_draws(implementation("sample_codebook", name), inputs, "cuda")
     inputs.penalised = False
     require_same_draws(implementation("sample_codebook", name), inputs, "cuda")
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_code_that_starts_at_the_top_p_limit_stays(name):
+    require_same_draws(implementation("sample_codebook", name), top_p_edge_inputs(), "cuda")
 
 
 @pytest.mark.parametrize("case", SAMPLE_CODEBOOK_CASES, ids=lambda case: case.name)

@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moss_kernels.sample_codebook import triton_kernel
-from moss_kernels.testing.cases import sample_codebook_inputs
-from moss_kernels.testing.compare import require_same_draws
+from moss_kernels.sample_codebook.reference import exp_weights
+from moss_kernels.testing.cases import sample_codebook_inputs, top_p_edge_inputs, weight_arguments
+from moss_kernels.testing.compare import require_equal, require_same_draws
 
 
 @pytest.mark.interpreter
@@ -22,6 +24,36 @@ def test_draws_as_the_reference_in_the_interpreter(vocab, batch, dtype):
     for words in (None, torch.zeros(batch, dtype=torch.int64), torch.full((batch,), 2**32 - 1)):
         inputs.random_words = words
         require_same_draws(triton_kernel.sample_codebook_triton, inputs, "cpu")
+
+
+@triton.jit
+def _weights_kernel(u_ptr, weight_ptr, count, BLOCK: tl.constexpr):
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    u = tl.load(u_ptr + ids, mask=ids < count, other=0.0)
+    tl.store(weight_ptr + ids, triton_kernel._exp_weights(u).to(tl.int64), mask=ids < count)
+
+
+def _require_same_weights(device: str) -> None:
+    u = weight_arguments().to(device)
+    weights = torch.empty_like(u, dtype=torch.int64)
+    _weights_kernel[(triton.cdiv(len(u), 256),)](u, weights, len(u), BLOCK=256, enable_fp_fusion=False)
+    require_equal("weights", weights, exp_weights(u.cpu()))
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_weights_as_the_reference_in_the_interpreter():
+    _require_same_weights("cpu")
+
+
+@pytest.mark.gpu
+def test_weights_as_the_reference_on_the_gpu():
+    _require_same_weights("cuda")
+
+
+@pytest.mark.interpreter
+def test_a_code_that_starts_at_the_top_p_limit_stays_in_the_interpreter():
+    require_same_draws(triton_kernel.sample_codebook_triton, top_p_edge_inputs(), "cpu")
 
 
 @pytest.mark.interpreter

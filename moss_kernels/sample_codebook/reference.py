@@ -111,8 +111,7 @@ def _classify(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     has_positive = positive.any(1, keepdim=True)
     nonfinite = has_positive[:, 0] | scores.isnan().any(1)
     candidate = torch.where(has_positive, positive, scores > -_INF)
-    scores = torch.where(candidate, torch.where(positive, 0.0, scores), -_INF)
-    return torch.where(scores == 0, 0.0, scores), candidate, nonfinite
+    return torch.where(candidate, torch.where(positive, 0.0, scores), -_INF), candidate, nonfinite
 
 
 def _mark_seen(
@@ -158,7 +157,8 @@ def sample_codebook_reference(
     row_temperature = temperature[rows]
     greedy = ~(row_temperature >= GREEDY_BELOW)
     z = scores / torch.where(greedy, 1.0, row_temperature)[:, None]
-    z = torch.where(z == 0, 0.0, z)
+    # An infinite temperature makes NaN of -inf; sorting on CUDA tells -0.0 from +0.0.
+    z = torch.where(candidate, torch.where(z == 0, 0.0, z), -_INF)
     weights = filtered_weights(z, candidate, top_k[rows], top_p[rows])
 
     x = philox_word(seed[rows], frame[rows], channel) if random_words is None else random_words & _LOW_WORD

@@ -159,7 +159,7 @@ def _keep_top_p(keys, weights, total, top_p):
             above_low = above
 
     # The codes in (low, high] are one, or equals; equals are kept by ascending id while the limit allows.
-    edge = (keys > low) & (keys <= high) & (weights > 0)
+    edge = (keys > low) & (keys <= high)
     room = limit - (above_high & ((1 << 48) - 1))
     rank = tl.cumsum(edge.to(tl.int32), 0) - edge.to(tl.int32)
     within = edge & (rank.to(tl.int64) * weights.to(tl.int64) <= room)

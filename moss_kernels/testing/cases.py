@@ -1,6 +1,8 @@
 """Inputs of each op, shared by its tests and its benchmark."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -143,7 +145,11 @@ def mixed_state(
     """
     nan, count = torch.nan, rows + 1
     state = SamplingState.allocate(rows=rows, codebooks=codebooks, vocab=vocab)
-    temperature = [0.0, 1e-6, 1e-5, 0.05, 0.3, 0.7, 1.0, 1.3, 1.7, 1.7, 5.0, 1e3, 1e30] + [nan, -1.0] * device_values
+    temperature = [0.0, 1e-6, 1e-5, 0.05, 0.3, 0.7, 1.0, 1.3, 1.7, 1.7, 5.0, 1e3, 1e30] + [
+        nan,
+        torch.inf,
+        -1.0,
+    ] * device_values
     top_k = [-1, 0, 1, 2, 3, 5, 25, 25, 50, vocab - 1, vocab, vocab + 7, 2**31 - 1]
     top_p = [1e-9, 1e-6, 0.1, 0.5, 0.8, 0.8, 0.9, 0.95, 1 - 2**-24, 1.0, 1.0] + [
         nan,
@@ -181,6 +187,34 @@ def sample_codebook_inputs(
         row_map=torch.where(active, row_map, batch + 3).to(torch.int32),
         active=active,
         codebook=1,
+    )
+
+
+def weight_arguments() -> torch.Tensor:
+    """[N] float32 <= 0. Differences of z to weigh: random, around every power of two of the weight, tiny, infinite."""
+    generator = torch.Generator().manual_seed(0)
+    steps = -(torch.arange(35) * math.log(2)).float()[:, None] * (1 + torch.arange(-8, 9) * 2.0**-23)
+    tiny = -torch.tensor([0.0, 1e-45, 1e-40, 1e-38, 1e-30, 1e-8, 3e-8, 6e-8, 1e-7])
+    random = -torch.rand(3000, generator=generator) * 24
+    return torch.cat([steps.flatten(), tiny, random, torch.tensor([-1e30, -torch.inf])])
+
+
+def top_p_edge_inputs() -> SampleCodebookInputs:
+    """Rows whose weight before a code equals the top_p limit exactly: weights 4 : 2 : 1 : 1, top_p 1/2 and 3/4."""
+    orders = torch.tensor(list(itertools.permutations(range(4))))
+    batch = 2 * len(orders)
+    state = SamplingState.allocate(rows=batch, codebooks=1, vocab=4)
+    state.temperature.fill_(1)
+    state.top_p[: len(orders)] = 0.5
+    state.top_p[len(orders) :] = 0.75
+    # 0x3f317218 = ln 2: its product with log2 e rounds to 1, so that weights are halves of each other.
+    half = -torch.tensor(0x3F317218, dtype=torch.int32).view(torch.float32)
+    return SampleCodebookInputs(
+        logits=torch.stack([0 * half, half, 2 * half, 2 * half])[orders].repeat(2, 1),
+        state=state,
+        row_map=torch.arange(batch, dtype=torch.int32),
+        active=torch.ones(batch, dtype=torch.bool),
+        random_words=torch.full((batch,), 2**32 - 1),
     )
 
 
