@@ -202,8 +202,12 @@ def _position(
     x: Tensor, position: int, weights: LocalFrameWeights, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """The block and ln_f at one position: x [B, H] -> [B, H]; writes its keys and values into the caches."""
-    epsilon = weights.layer_norm_epsilon
     attention = local_rope_attention_reference(_qkv(x, weights), k_cache, v_cache, position, cos, sin)
+    return _after_attention(x, attention, weights)
+
+
+def _after_attention(x: Tensor, attention: Tensor, weights: LocalFrameWeights) -> Tensor:
+    epsilon = weights.layer_norm_epsilon
     x = x + F.linear(attention, weights.c_proj_weight, weights.c_proj_bias)
     normed = F.layer_norm(x, x.shape[-1:], weights.ln_2_weight, weights.ln_2_bias, epsilon)
     inner = F.silu(F.linear(normed, weights.fc_in_weight, weights.fc_in_bias))
