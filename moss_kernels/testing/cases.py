@@ -241,7 +241,7 @@ class SampleCodebookCase:
         for row in range(self.batch):
             params = self.params or SamplingParams(
                 temperature=0.7 + 0.1 * (row % 13),
-                top_k=10 + row % 50,
+                top_k=10 + row % 23,
                 top_p=0.7 + 0.02 * (row % 14),
                 repetition_penalty=1.05 + 0.05 * (row % 4),
             )
