@@ -2,6 +2,8 @@
 
 from .embed_codes import embed_codes
 from .local_rope_attention import local_rope_attention, local_rope_attention_lookup
+from .ring_attention import ring_attention
+from .ring_kv_write import ring_kv_write
 from .sample_codebook import SamplingParams, SamplingState, sample_codebook
 
 __all__ = [
@@ -10,5 +12,7 @@ __all__ = [
     "embed_codes",
     "local_rope_attention",
     "local_rope_attention_lookup",
+    "ring_attention",
+    "ring_kv_write",
     "sample_codebook",
 ]

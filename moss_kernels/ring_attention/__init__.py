@@ -1,11 +1,146 @@
-"""Windowed causal attention of a chunk of tokens over a ring of earlier keys and values, read in place by slot id."""
+"""`ring_attention`: windowed causal attention of a chunk over the ring of its slot, read in place, and over itself."""
 
-from moss_kernels.ring_attention.reference import (
-    masked_attention,
-    ring_attention_reference,
-    ring_visibility,
-    rope_tables,
-    rotate_interleaved,
+import torch
+
+from moss_kernels import _checks, _library
+
+from .reference import masked_attention, ring_attention_reference, ring_visibility, rope_tables, rotate_interleaved
+
+__all__ = [
+    "check_ring_step",
+    "masked_attention",
+    "ring_attention",
+    "ring_attention_reference",
+    "ring_visibility",
+    "rope_tables",
+    "rotate_interleaved",
+]
+
+_OP = "ring_attention"
+
+
+def check_ring_step(
+    op: str,
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+) -> dict[str, int]:
+    """Check the arguments that `ring_attention` and `ring_kv_write` share; returns the sizes by name."""
+    sizes: dict[str, int] = {}
+
+    def check(name: str, tensor: torch.Tensor, layout: str, *dtypes: torch.dtype) -> None:
+        _checks.require_shape(op, name, tensor, layout, sizes)
+        _checks.require_dtype(op, name, tensor, *dtypes)
+        _checks.require_device(op, name, tensor, qkv.device)
+        _checks.require_contiguous(op, name, tensor)
+
+    _checks.require_dtype(op, "qkv", qkv, torch.float32, torch.bfloat16)
+    check("ring_k", ring_k, "[S+1, H, C, D]", qkv.dtype)
+    check("ring_v", ring_v, "[S+1, H, C, D]", qkv.dtype)
+    heads, head_dim = sizes["H"], sizes["D"]
+    if head_dim % 2:
+        raise ValueError(f"`{op}`: `ring_k` must have an even head_dim, got {head_dim}")
+    sizes |= {"3*H*D": 3 * heads * head_dim, "H*D": heads * head_dim, "D/2": head_dim // 2}
+    check("qkv", qkv, "[B, T, 3*H*D]", qkv.dtype)
+    check("cos_sin", cos_sin, "[B, T, D/2, 2]", torch.float32)
+    check("slots", slots, "[B]", torch.int32)
+    check("valid", valid, "[B]", torch.int32)
+    check("offset", offset, "[S+1]", torch.int64)
+    return sizes
+
+
+def _check(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+    window: int,
+    chunk_in_ring: bool,
+    out: torch.Tensor,
+) -> None:
+    sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset)
+    if not 1 <= window <= sizes["C"]:
+        raise ValueError(f"`{_OP}`: `window` must be in 1 .. C = {sizes['C']}, got {window}")
+    _checks.require_shape(_OP, "out", out, "[B, T, H*D]", sizes)
+    _checks.require_dtype(_OP, "out", out, qkv.dtype)
+    _checks.require_device(_OP, "out", out, qkv.device)
+    _checks.require_contiguous(_OP, "out", out)
+
+
+def _run_cpu(*arguments: object) -> None:
+    _check(*arguments)
+    ring_attention_reference(*arguments)
+
+
+def _run_cuda(*arguments: object) -> None:
+    _check(*arguments)
+    if _library.backend_for(_OP, ("triton", "reference"), arguments[0].device) == "triton":
+        from .triton_kernel import ring_attention_triton as implementation
+    else:
+        implementation = ring_attention_reference
+    implementation(*arguments)
+
+
+_library.OPS.define(
+    "ring_attention(Tensor qkv, Tensor cos_sin, Tensor ring_k, Tensor ring_v, Tensor slots, Tensor valid, "
+    "Tensor offset, int window, bool chunk_in_ring, Tensor(a!) out) -> ()"
 )
+_library.OPS.impl(_OP, _run_cpu, "CPU")
+_library.OPS.impl(_OP, _run_cuda, "CUDA")
+torch.library.register_fake("moss::ring_attention", _check, lib=_library.OPS)
 
-__all__ = ["masked_attention", "ring_attention_reference", "ring_visibility", "rope_tables", "rotate_interleaved"]
+
+def ring_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+    window: int,
+    chunk_in_ring: bool,
+    out: torch.Tensor,
+) -> None:
+    """Attention of one layer of the codec over a chunk of tokens of each row's stream; the rings are only read.
+
+    Queries and the chunk's own keys are rotated here (interleaved pairs, in float32, rounded once). The query at
+    position p sees the keys max(0, p - window + 1) .. p; scores, softmax and the weighted sum accumulate in float32.
+
+    With `chunk_in_ring` False the ring is the one from before the chunk, and `ring_kv_write` follows: streaming then
+    equals full-length attention with the same window for every way of cutting a stream into chunks, and a capacity of
+    `window` is enough. With True the chunk was written before and only `q` of `qkv` is read: the released streaming
+    decoder, whose chunks evict keys that their own queries still need.
+
+    A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
+    anything, NaN included, and so may tokens at or beyond `valid`.
+
+    Args:
+        qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.
+        cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t.
+        ring_k: [S+1, H, C, D], the dtype of `qkv`. Rotated keys; token n of a stream lies at n mod C. Row S is the
+            null slot of padding.
+        ring_v: [S+1, H, C, D], likewise. Values.
+        slots: [B] int32, 0 .. S (not checked). No two rows with valid tokens name the same slot.
+        valid: [B] int32, 0 .. T (not checked). Valid tokens of each row.
+        offset: [S+1] int64. Tokens that each slot had consumed before this chunk.
+        window: 1 .. C. Keys that a query sees, itself included.
+        chunk_in_ring: whether the rings hold this chunk already.
+        out: [B, T, H*D], the dtype of `qkv`, written; 0 for tokens at or beyond `valid`, and for a query that sees no
+            key (an oversized chunk, T > C, with `chunk_in_ring`).
+
+    Raises:
+        ValueError: A shape, range, layout or device is wrong; the message names the argument.
+        TypeError: A dtype is wrong.
+        NotImplementedError: MOSS_BACKEND names an implementation that does not work here, or a kernel lacks this D.
+
+    Graph-safe: yes.
+    """
+    torch.ops.moss.ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out)

@@ -9,7 +9,7 @@ import math
 import torch
 
 
-def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> torch.Tensor:
     """Cosines and sines of the rotary embedding, from fp32 frequencies.
 
     The frequencies are formed as the official codec forms them, exp(-i * 2 ln(max_period) / head_dim): at the
@@ -21,25 +21,25 @@ def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> tu
         max_period: period of the slowest pair, in tokens / (2 pi).
 
     Returns:
-        cos, sin: [..., head_dim / 2] float32.
+        [..., head_dim / 2, 2] float32. Cosine and sine of each pair's angle.
     """
     pairs = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
     angle = torch.exp(pairs * (-math.log(max_period) * 2 / head_dim)) * positions[..., None].float()
-    return angle.cos(), angle.sin()
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
-def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_interleaved(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (0, 1), (2, 3), ... of each head in fp32, rounding once, at the end.
 
     Args:
         x: [..., T, H, D] floating. Queries or keys.
-        cos, sin: [..., T, D / 2] float32. See `rope_tables`.
+        cos_sin: [..., T, D / 2, 2] float32. See `rope_tables`.
 
     Returns:
         [..., T, H, D], the dtype of `x`.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    cos, sin = cos_sin[..., None, :, :].unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -103,50 +103,39 @@ def ring_visibility(
 
 
 def ring_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
     valid: torch.Tensor,
     offset: torch.Tensor,
     window: int,
+    chunk_in_ring: bool,
+    out: torch.Tensor,
     *,
     visible: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of a chunk over the ring of its slot and over itself; nothing is written.
-
-    With `k` and `v` given, the ring is the one from before the chunk: streaming equals full-length causal attention
-    with the same window for every way of cutting a stream into chunks, and a capacity of `window` is enough. With
-    both None, the chunk has already been written by `ring_kv_write`: what the released streaming decoder does, whose
-    chunks evict keys that their own queries still need.
+) -> None:
+    """See `moss_kernels.ring_attention`.
 
     Args:
-        q: [B, T, H, D] floating. Rotated queries.
-        k, v: [B, T, H, D] floating, or None. The chunk's rotated keys and its values.
-        ring_k, ring_v: [S+1, H, C, D] floating. Stale positions may hold anything.
-        slots: [B] int. No two rows with valid tokens name the same slot.
-        valid: [B] int. Valid tokens of each row, 0 .. T.
-        offset: [S+1] int64. Tokens that each slot had consumed before this step.
-        window: keys that a query sees, itself included; at most C.
         visible: [B, T, C + T] or [B, T, C] bool. What `ring_visibility` gives, for a caller that shares it between
             the layers of a stage; None computes it.
-
-    Returns:
-        [B, T, H, D], the dtype of `q`; 0 for tokens at or beyond `valid`, and for a query that sees no key.
     """
+    heads, capacity = ring_k.shape[1:3]
     if visible is None:
         visible = ring_visibility(
             slots,
             valid,
             offset,
-            tokens=q.shape[1],
-            capacity=ring_k.shape[2],
+            tokens=qkv.shape[1],
+            capacity=capacity,
             window=window,
-            chunk_in_ring=k is None,
+            chunk_in_ring=chunk_in_ring,
         )
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    q = rotate_interleaved(q, cos_sin)
     keys, values = (ring[slots.long()].transpose(1, 2) for ring in (ring_k, ring_v))
-    if k is not None:
-        keys, values = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
-    return masked_attention(q, keys, values, visible)
+    if not chunk_in_ring:
+        keys, values = torch.cat((keys, rotate_interleaved(k, cos_sin)), dim=1), torch.cat((values, v), dim=1)
+    out.copy_(masked_attention(q, keys, values, visible).flatten(2))

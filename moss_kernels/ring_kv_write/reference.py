@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from moss_kernels.ring_attention.reference import rotate_interleaved
+
 
 class RingTarget(NamedTuple):
     """Where the tokens of a step go.
@@ -40,8 +42,8 @@ def ring_target(
 
 
 def ring_kv_write_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -50,20 +52,17 @@ def ring_kv_write_reference(
     *,
     target: RingTarget | None = None,
 ) -> None:
-    """Write the valid tokens of a chunk into the rings; every other bit of the rings stays. Offsets do not advance.
+    """See `moss_kernels.ring_kv_write`.
 
     Args:
-        k, v: [B, T, H, D] floating. Rotated keys, and values.
-        ring_k, ring_v: [S+1, H, C, D], the dtype of `k`. Changed in place; the null slot S is all zero and stays so.
-        slots: [B] int. No two rows with valid tokens name the same slot.
-        valid: [B] int. Valid tokens of each row, 0 .. T; a row with 0 writes nothing, whatever slot it names.
-        offset: [S+1] int64. Tokens that each slot had consumed before this step.
         target: what `ring_target` gives, for a caller that shares it between the layers of a stage; None computes it.
     """
+    heads, capacity = ring_k.shape[1:3]
     if target is None:
-        target = ring_target(slots, valid, offset, tokens=k.shape[1], capacity=ring_k.shape[2])
+        target = ring_target(slots, valid, offset, tokens=qkv.shape[1], capacity=capacity)
     slot, position, written = target
-    heads = torch.arange(k.shape[2], device=k.device)
+    _, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    head = torch.arange(heads, device=qkv.device)
     # What is not to be written goes to the null slot as zeros: shapes stay static, and no row can race with another.
-    for ring, fresh in ((ring_k, k), (ring_v, v)):
-        ring[slot[..., None], heads, position[..., None]] = torch.where(written[..., None, None], fresh, 0)
+    for ring, fresh in ((ring_k, rotate_interleaved(k, cos_sin)), (ring_v, v)):
+        ring[slot[..., None], head, position[..., None]] = torch.where(written[..., None, None], fresh, 0)

@@ -28,7 +28,7 @@ class RingStageAttention(StageAttention):
         tokens: int,
         exact: bool,
     ):
-        """Args: slots, valid: [B] int64. Slot, and valid tokens, of each row; tokens: T, padding included."""
+        """Args: slots, valid: [B] int32. Slot, and valid tokens, of each row; tokens: T, padding included."""
         step = torch.arange(tokens, device=slots.device)
         super().__init__(config, rings.offset[slots][:, None] + step)
         self.rings, self.slots, self.valid, self.exact = rings, slots, valid, exact
@@ -38,29 +38,21 @@ class RingStageAttention(StageAttention):
             slots, valid, rings.offset, **size, window=config.context, chunk_in_ring=not exact
         )
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        rings = self.rings
+        step = (qkv, self.cos_sin, rings.keys[layer], rings.values[layer], self.slots, self.valid, rings.offset)
+        out = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
         if self.exact:
-            out = self._read(layer, q, k, v)
-            self._write(layer, k, v)
-            return out
-        self._write(layer, k, v)
-        return self._read(layer, q, None, None)
-
-    def _read(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        rings = self.rings
-        ring_k, ring_v = rings.keys[layer], rings.values[layer]
-        return ring_attention_reference(
-            q, k, v, ring_k, ring_v, self.slots, self.valid, rings.offset, self.config.context, visible=self.visible
-        )
-
-    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        rings = self.rings
-        ring_k, ring_v = rings.keys[layer], rings.values[layer]
-        ring_kv_write_reference(k, v, ring_k, ring_v, self.slots, self.valid, rings.offset, target=self.target)
+            ring_attention_reference(*step, self.config.context, False, out, visible=self.visible)
+            ring_kv_write_reference(*step, target=self.target)
+        else:
+            ring_kv_write_reference(*step, target=self.target)
+            ring_attention_reference(*step, self.config.context, True, out, visible=self.visible)
+        return out
 
     def advance(self) -> None:
         """After the last layer: the tokens count as consumed."""
-        self.rings.offset.index_add_(0, self.slots, self.valid)
+        self.rings.offset.index_add_(0, self.slots, self.valid.long())
 
 
 class CodecStream:
@@ -104,7 +96,7 @@ class CodecStream:
         """
         codec, device = self.codec, self.codec.device
         self._check(codes, slots, valid)
-        slots, valid = (torch.as_tensor(x, dtype=torch.int64).to(device) for x in (slots, valid))
+        slots, valid = (torch.as_tensor(x, dtype=torch.int32).to(device) for x in (slots, valid))
         live = torch.arange(codes.shape[1], device=device) < valid[:, None]
         x = codec.embed(torch.where(live[..., None], codes.to(device), 0))
         rings = iter(self.slots.stages)

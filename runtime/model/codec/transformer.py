@@ -17,21 +17,19 @@ class StageAttention:
     def __init__(self, config: TransformerConfig, positions: torch.Tensor):
         """Args: positions: [T] or [B, T] int64. Absolute positions of the tokens."""
         self.config = config
-        self.cos, self.sin = rope_tables(positions, config.head_dim, config.max_period)
+        self.cos_sin = rope_tables(positions, config.head_dim, config.max_period)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Args: q, k, v: [B, T, H, D] of layer number `layer`, not yet rotated. Returns: [B, T, H, D]."""
-        q, k = rotate_interleaved(q, self.cos, self.sin), rotate_interleaved(k, self.cos, self.sin)
-        return self.attend(layer, q, k, v)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Args: qkv: [B, T, 3*H*D] of layer number `layer`, not yet rotated. Returns: [B, T, H*D]."""
         raise NotImplementedError
 
 
 class OfflineAttention(StageAttention):
     """Causal attention with the stage's window over a whole sequence that starts at position 0."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.unflatten(-1, (3, self.config.heads, -1)).unbind(2)
+        q, k = rotate_interleaved(q, self.cos_sin), rotate_interleaved(k, self.cos_sin)
         window, length = self.config.context, q.shape[1]
         out = torch.empty_like(q)
         # Blocks of one window: a score matrix over the whole length would grow with its square.
@@ -41,19 +39,17 @@ class OfflineAttention(StageAttention):
             key = torch.arange(first, end, device=q.device)
             visible = (key <= query) & (key > query - window)
             out[:, start:end] = masked_attention(q[:, start:end], k[:, first:end], v[:, first:end], visible[None])
-        return out
+        return out.flatten(2)
 
 
 class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.heads = config.heads
         self.in_projs = nn.ModuleList([nn.Linear(config.d_model, 3 * config.d_model, bias=False)])
         self.out_projs = nn.ModuleList([nn.Linear(config.d_model, config.d_model, bias=False)])
 
     def forward(self, x: torch.Tensor, layer: int, attention: StageAttention) -> torch.Tensor:
-        q, k, v = self.in_projs[0](x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        return self.out_projs[0](attention(layer, q, k, v).flatten(2))
+        return self.out_projs[0](attention(layer, self.in_projs[0](x)))
 
 
 class LayerScale(nn.Module):
