@@ -8,7 +8,7 @@ import triton.language as tl
 NUM_WARPS = ((64, 1), (1024, 4), (4096, 8))
 # Products and sums must round on their own; fused they would give other weights.
 _OPTIONS = {"enable_fp_fusion": False}
-# Only the logits' layout changes the code; every other argument may vary from launch to launch without a compilation.
+# The logits' layout decides how wide loads are; any other argument may vary between launches without a compilation.
 _NOT_SPECIALIZED = (
     "row_map_ptr",
     "active_ptr",
@@ -22,7 +22,6 @@ _NOT_SPECIALIZED = (
     "code_ptr",
     "status_ptr",
     "random_words_ptr",
-    "vocab",
     "seen_row_stride",
     "seen_offset",
     "code_stride",
