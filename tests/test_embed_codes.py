@@ -1,10 +1,12 @@
 """embed_codes: the official rounding order, pad codes and strange ids, the same bits in every implementation."""
 
+import ctypes
+
 import pytest
 import torch
 
-from moss_kernels import embed_codes
-from moss_kernels.embed_codes import embed_codes_reference, triton_kernel
+from moss_kernels import _library, embed_codes
+from moss_kernels.embed_codes import cuda_kernel, embed_codes_reference, triton_kernel
 from moss_kernels.testing.compare import require_equal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,6 +95,26 @@ def test_bad_arguments_are_named():
         embed_codes(text_ids, codes, embed_tokens, audio_embeddings, pad_id, torch.empty(8, 4).T)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("abi_version", 0, "`abi_version` must be 1, got 0"),
+        ("batch", 65536, r"`batch` must be 0 \.\. 65535, got 65536"),
+        ("width", 0, r"`width` must be 1 \.\. 2147483647, got 0"),
+        ("dtype", 3, "`dtype` must be a MossDtype, got 3"),
+        ("codes", None, "`codes` must not be null"),
+        ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    pointers = dict.fromkeys(("text_ids", "codes", "embed_tokens", "audio_embeddings", "out"), 0x1000)
+    sizes = {"batch": 1, "codebooks": 2, "text_vocab": 3, "vocab": 4, "width": 8}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.EmbedCodesParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.EmbedCodesParams(**header | sizes | pointers | {field: value})
+    with pytest.raises(ValueError, match=message):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
+
+
 @pytest.mark.parametrize("batch", [0, 5])
 def test_opcheck(batch):
     arguments = make_inputs(batch, 8, torch.float32)
@@ -117,11 +139,9 @@ def test_triton_in_the_interpreter(dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("batch", "width"), [(1, 2560), (128, 2560), (7, 37), (33, 1024)])
 def test_implementations_are_bitwise_equal(dtype, batch, width):
-    from moss_kernels.embed_codes.cuda_kernel import embed_codes_cuda
-
     arguments = make_inputs(batch, width, dtype, strange=batch > 2)
     expected = run(reference, arguments)
-    for implementation in (reference, triton_kernel.embed_codes_triton, embed_codes_cuda):
+    for implementation in (reference, triton_kernel.embed_codes_triton, cuda_kernel.embed_codes_cuda):
         require_equal(implementation.__name__, run(implementation, arguments, "cuda"), expected)
 
 

@@ -1,5 +1,6 @@
 """local_rope_attention: interleaved RoPE, only the frame's own past, and the table form, in every implementation."""
 
+import ctypes
 import dataclasses
 import importlib
 import os
@@ -7,13 +8,14 @@ import os
 import pytest
 import torch
 
-from moss_kernels import local_rope_attention, local_rope_attention_lookup
+from moss_kernels import _library, local_rope_attention, local_rope_attention_lookup
 from moss_kernels.local_rope_attention import (
     local_rope_attention_lookup_reference,
     local_rope_attention_reference,
     local_rope_tables,
     rotate_pairs,
 )
+from moss_kernels.local_rope_attention.cuda_kernel import LocalRopeAttentionParams
 from moss_kernels.testing.compare import require_equal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -210,6 +212,27 @@ def test_bad_arguments_are_named():
         local_rope_attention_lookup(*lookup, 0, out, out.clone())
     with pytest.raises(ValueError, match="`audio_embeddings` must have at least P-1 = 3 codebooks, got 2"):
         local_rope_attention_lookup(*lookup[:2], frame.audio_embeddings[:2], k_cache, v_cache, 1, out, out.clone())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_dim", 132, r"`head_dim` must be 16 \.\. 128, got 132"),
+        ("head_dim", 18, "`head_dim` must be a multiple of 4, got 18"),
+        ("positions", 33, r"`positions` must be 1 \.\. 32, got 33"),
+        ("position", 4, r"`position` must be 0 \.\. 3, got 4"),
+        ("cos", None, "`cos` must not be null"),
+        ("qkv", None, r"`position` must be 1 \.\. 3, got 0"),
+        ("v_cache", 0x1004, "`v_cache` must be aligned to 16 bytes, got 0x1004"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    pointers = dict.fromkeys(("qkv", "cos", "sin", "k_cache", "v_cache", "out"), 0x1000)
+    sizes = {"batch": 1, "heads": 2, "head_dim": 16, "positions": 4, "position": 0}
+    header = {"struct_size": ctypes.sizeof(LocalRopeAttentionParams), "abi_version": _library.ABI_VERSION}
+    params = LocalRopeAttentionParams(**header | sizes | pointers | {field: value})
+    with pytest.raises(ValueError, match=message):
+        _library.check_status(_library.load().moss_local_rope_attention(ctypes.byref(params)))
 
 
 @pytest.mark.parametrize("batch", [0, 2])
