@@ -21,7 +21,9 @@ OPS = sorted(path.parent.name for path in (ROOT / "moss_kernels").glob("*/triton
 
 
 def compile_for_hopper(kernel, signature: dict, constexprs: dict, options: dict) -> CompiledKernel:
-    source = ASTSource(kernel, signature, constexprs)
+    # Torch allocates aligned memory, and the launcher specialises on that.
+    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(kernel, signature, constexprs, {(index,): [["tt.divisibility", 16]] for index in pointers})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
