@@ -95,7 +95,7 @@ class CodecStream:
                 same slot, or (`UserError`) a code of a valid frame is out of range.
         """
         codec, device = self.codec, self.codec.device
-        self._check(codes, slots, valid)
+        check_step(codec, self.slots.null_slot, codes, slots, valid)
         slots, valid = (torch.as_tensor(x, dtype=torch.int32).to(device) for x in (slots, valid))
         live = torch.arange(codes.shape[1], device=device) < valid[:, None]
         x = codec.embed(torch.where(live[..., None], codes.to(device), 0))
@@ -118,24 +118,32 @@ class CodecStream:
         audio = codec.waveform(x)
         return torch.where(live.repeat_interleave(codec.config.samples_per_frame, dim=1)[:, None], audio, 0)
 
-    def _check(self, codes: torch.Tensor, slots: object, valid: object) -> None:
-        self.codec.check_code_shape(codes)
-        rows, frames = codes.shape[:2]
-        if len(slots) != rows or len(valid) != rows:
-            raise ValueError(f"`slots` and `valid` must have {rows} entries, got {len(slots)} and {len(valid)}")
-        if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (slots, valid)):
-            return
-        live = set()
-        for slot, count in zip(map(int, slots), map(int, valid), strict=True):
-            if not 0 <= slot <= self.slots.null_slot:
-                raise ValueError(f"`slots` must be in 0..{self.slots.null_slot}, got {slot}")
-            if not 0 <= count <= frames:
-                raise ValueError(f"`valid` must be in 0..{frames}, got {count}")
-            if count and slot == self.slots.null_slot:
-                raise ValueError(f"slot {slot} is the null slot, it cannot have {count} valid frames")
-            if count and slot in live:
-                raise ValueError(f"`slots` names slot {slot} twice")
-            if count:
-                live.add(slot)
-        if codes.device.type == "cpu":
-            self.codec.check_codes(codes, torch.arange(frames) < torch.as_tensor(valid)[:, None])
+
+def check_step(
+    codec: "Codec",
+    null_slot: int,
+    codes: torch.Tensor,
+    slots: Sequence[int] | torch.Tensor,
+    valid: Sequence[int] | torch.Tensor,
+) -> None:
+    """Check the rows of a streaming step as far as that needs no wait for a device; see `CodecStream.step`."""
+    codec.check_code_shape(codes)
+    rows, frames = codes.shape[:2]
+    if len(slots) != rows or len(valid) != rows:
+        raise ValueError(f"`slots` and `valid` must have {rows} entries, got {len(slots)} and {len(valid)}")
+    if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (slots, valid)):
+        return
+    live = set()
+    for slot, count in zip(map(int, slots), map(int, valid), strict=True):
+        if not 0 <= slot <= null_slot:
+            raise ValueError(f"`slots` must be in 0..{null_slot}, got {slot}")
+        if not 0 <= count <= frames:
+            raise ValueError(f"`valid` must be in 0..{frames}, got {count}")
+        if count and slot == null_slot:
+            raise ValueError(f"slot {slot} is the null slot, it cannot have {count} valid frames")
+        if count and slot in live:
+            raise ValueError(f"`slots` names slot {slot} twice")
+        if count:
+            live.add(slot)
+    if codes.device.type == "cpu":
+        codec.check_codes(codes, torch.arange(frames) < torch.as_tensor(valid)[:, None])

@@ -3,8 +3,9 @@
 import torch
 from moss_runtime.model.codec.config import TransformerConfig
 from torch import nn
-from torch.nn import functional as F
 
+from moss_kernels.codec_linear import codec_linear_reference
+from moss_kernels.codec_linear.reference import NORM_EPS
 from moss_kernels.ring_attention import masked_attention, rope_tables, rotate_interleaved
 
 
@@ -43,38 +44,42 @@ class OfflineAttention(StageAttention):
 
 
 class SelfAttention(nn.Module):
+    """Holds the weights around the attention."""
+
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.in_projs = nn.ModuleList([nn.Linear(config.d_model, 3 * config.d_model, bias=False)])
         self.out_projs = nn.ModuleList([nn.Linear(config.d_model, config.d_model, bias=False)])
 
-    def forward(self, x: torch.Tensor, layer: int, attention: StageAttention) -> torch.Tensor:
-        return self.out_projs[0](attention(layer, self.in_projs[0](x)))
-
 
 class LayerScale(nn.Module):
+    """Holds the weights that a branch is multiplied by before it joins the residual stream."""
+
     def __init__(self, size: int):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x
 
 
 class TransformerLayer(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.d_model, eps=1e-5)
+        self.norm1 = nn.LayerNorm(config.d_model, eps=NORM_EPS)
         self.self_attn = SelfAttention(config)
         self.layer_scale_1 = LayerScale(config.d_model)
-        self.norm2 = nn.LayerNorm(config.d_model, eps=1e-5)
+        self.norm2 = nn.LayerNorm(config.d_model, eps=NORM_EPS)
         self.linear1 = nn.Linear(config.d_model, config.feedforward_size, bias=False)
         self.linear2 = nn.Linear(config.feedforward_size, config.d_model, bias=False)
         self.layer_scale_2 = LayerScale(config.d_model)
 
     def forward(self, x: torch.Tensor, layer: int, attention: StageAttention) -> torch.Tensor:
-        x = x + self.layer_scale_1(self.self_attn(self.norm1(x), layer, attention))
-        return x + self.layer_scale_2(self.linear2(F.gelu(self.linear1(self.norm2(x)))))
+        in_proj, out_proj = self.self_attn.in_projs[0].weight, self.self_attn.out_projs[0].weight
+        qkv = codec_linear_reference(x, in_proj, norm_weight=self.norm1.weight, norm_bias=self.norm1.bias)
+        attended = attention(layer, qkv)
+        x = codec_linear_reference(attended, out_proj, scale=self.layer_scale_1.scale, residual=x)
+        hidden = codec_linear_reference(
+            x, self.linear1.weight, norm_weight=self.norm2.weight, norm_bias=self.norm2.bias, gelu=True
+        )
+        return codec_linear_reference(hidden, self.linear2.weight, scale=self.layer_scale_2.scale, residual=x)
 
 
 class Transformer(nn.Module):

@@ -1,0 +1,54 @@
+"""`codec_linear` in plain PyTorch. M rows, K inputs, N outputs."""
+
+import torch
+from torch.nn import functional as F
+
+NORM_EPS = 1e-5
+
+
+def codec_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    gelu: bool = False,
+    scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A linear of the codec's transformer with what surrounds it: `residual + scale * gelu(norm(x) @ weight.T)`.
+
+    Each part rounds to the dtype of its input, as eager modules do.
+
+    Args:
+        x: [..., K] floating.
+        weight: [N, K] floating.
+        norm_weight, norm_bias: [K] floating. LayerNorm before the product, eps 1e-5; None leaves it out.
+        gelu: whether the exact (erf) GELU follows the product.
+        scale: [N] floating. Layer scale; needs `residual`.
+        residual: [..., N] floating.
+
+    Returns:
+        [..., N], the dtype of `residual`, or without one that of `weight`.
+    """
+    if norm_weight is not None:
+        x = F.layer_norm(x, norm_weight.shape, norm_weight.to(x.dtype), norm_bias.to(x.dtype), NORM_EPS)
+    y = F.linear(x.to(weight.dtype), weight)
+    if gelu:
+        y = F.gelu(y)
+    return y if scale is None else residual + scale.to(residual.dtype) * y
+
+
+def layer_norm_sums(weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
+    """What a product with a LayerNorm before it needs to apply the mean and the bias after it.
+
+    With mean m and deviation s of a row, `norm(x) @ W.T = (x * g) @ W.T / s - m / s * (W @ g) + W @ b`.
+
+    Args:
+        weight: [N, K] floating.
+        norm_weight, norm_bias: [K] floating. g and b.
+
+    Returns:
+        [2, N] float32. W @ g, and W @ b.
+    """
+    return torch.stack((norm_weight, norm_bias)).float() @ weight.float().T
