@@ -275,6 +275,36 @@ MOSS_API MossStatus moss_local_frame_decode(const LocalFrameDecodeParams* params
  * c_attn_bias, audio_embeddings, rope, workspace and stream. `table`: [11, vocab, 3*hidden] bf16, written. */
 MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, void* table);
 
+/* ---- ring_kv_write --------------------------------------------------------------------------------------------- */
+
+/* Stores the keys and values of a chunk of tokens in the rings of a codec layer. Keys are rotated here: interleaved RoPE
+ * in fp32, rounded once. Token n of a stream goes to ring position n mod C; of more than C valid tokens the last C are
+ * kept. Nothing else is written, and offsets do not advance. All tensors are contiguous; rows with valid tokens name
+ * different slots. */
+typedef struct RingKvWriteParams {
+  uint32_t struct_size;   /* sizeof(RingKvWriteParams) */
+  uint32_t abi_version;   /* MOSS_ABI_VERSION */
+  int32_t batch;          /* B, 0 .. 65535 */
+  int32_t tokens;         /* T, >= 0 */
+  int32_t heads;          /* H, >= 1 */
+  int32_t head_dim;       /* D, a multiple of 8 in 8 .. 256 */
+  int32_t capacity;       /* C, >= 1 */
+  MossDtype dtype;        /* of qkv and the rings */
+  const void* qkv;        /* [B, T, 3*H*D] all q (not read), all k, all v; this and the next three are aligned to 16 bytes */
+  const float* cos_sin;   /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
+  void* ring_k;           /* [S+1, H, C, D] written; row S is the null slot, which no row with valid tokens names */
+  void* ring_v;           /* [S+1, H, C, D] written */
+  const int32_t* slots;   /* [B] 0 .. S (not checked on the device) */
+  const int32_t* valid;   /* [B] 0 .. T (not checked on the device); a row with 0 writes nothing */
+  const int64_t* offset;  /* [S+1] tokens that each slot had consumed before this chunk */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t reserved;
+  void* stream; /* cudaStream_t */
+} RingKvWriteParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,118 @@
+// moss_ring_kv_write: each thread moves one 16-byte vector of a key and the same one of its value.
+#include <cuda_runtime.h>
+
+#include "checks.h"
+#include "device/vector.cuh"
+
+namespace moss {
+namespace {
+
+constexpr char kOp[] = "ring_kv_write";
+constexpr int kThreads = 128;
+constexpr int kDimMultiple = 8, kMaxDim = 256;
+
+// Neighbouring pairs, rotated in fp32 without contraction and rounded once.
+template <typename T, int N>
+__device__ __forceinline__ Vector<T, N> rotate(Vector<T, N> x, const float* cos_sin) {
+  constexpr int kAngles = 4;
+#pragma unroll
+  for (int i = 0; i < N; i += kAngles) {
+    const auto angles = Vector<float, kAngles>::load(cos_sin + i);
+#pragma unroll
+    for (int j = 0; j < kAngles; j += 2) {
+      const float even = to_float(x.value[i + j]), odd = to_float(x.value[i + j + 1]);
+      const float c = angles.value[j], s = angles.value[j + 1];
+      x.value[i + j] = from_float<T>(__fsub_rn(__fmul_rn(even, c), __fmul_rn(odd, s)));
+      x.value[i + j + 1] = from_float<T>(__fadd_rn(__fmul_rn(even, s), __fmul_rn(odd, c)));
+    }
+  }
+  return x;
+}
+
+template <typename T, bool DEPENDENT>
+__global__ void __launch_bounds__(kThreads) ring_kv_write_kernel(const RingKvWriteParams params) {
+  constexpr int N = 16 / sizeof(T);
+  if constexpr (DEPENDENT) {
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+  }
+  const int64_t row = blockIdx.y;
+  const int width = params.heads * params.head_dim;
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
+  const int valid = params.valid[row];
+  // Of an oversized chunk the last tokens stay; the others would be written to the same places.
+  const int64_t token = index / width + max(valid - params.capacity, 0);
+  if (token >= valid) return;
+
+  const int column = static_cast<int>(index % width), head = column / params.head_dim, dim = column % params.head_dim;
+  const int64_t source = row * params.tokens + token;
+  const T* k = static_cast<const T*>(params.qkv) + source * 3 * width + width + column;
+  const auto value = Vector<T, N>::load(k + width);
+  const auto key = rotate(Vector<T, N>::load(k), params.cos_sin + source * params.head_dim + dim);
+
+  const int64_t slot = params.slots[row];
+  const int64_t position = (params.offset[slot] + token) % params.capacity;
+  const int64_t target = ((slot * params.heads + head) * params.capacity + position) * params.head_dim + dim;
+  key.store(static_cast<T*>(params.ring_k) + target);
+  value.store(static_cast<T*>(params.ring_v) + target);
+}
+
+template <typename T>
+MossStatus launch(const RingKvWriteParams& params) {
+  const int64_t kept = params.tokens < params.capacity ? params.tokens : params.capacity;
+  const int64_t vectors = kept * params.heads * params.head_dim * static_cast<int64_t>(sizeof(T)) / 16;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((vectors + kThreads - 1) / kThreads), params.batch);
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = params.dependent_launch ? 1 : 0;
+  auto* kernel = params.dependent_launch ? ring_kv_write_kernel<T, true> : ring_kv_write_kernel<T, false>;
+  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+}
+
+MossStatus check(const RingKvWriteParams& params) {
+  MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
+  if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, INT32_MAX);
+  if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
+  if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kDimMultiple, kMaxDim);
+  if (status == MOSS_OK && params.head_dim % kDimMultiple != 0)
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `head_dim` must be a multiple of %d, got %d", kOp,
+                       kDimMultiple, params.head_dim);
+  if (status == MOSS_OK) status = check_range(kOp, "capacity", params.capacity, 1, INT32_MAX);
+  if (status == MOSS_OK) status = check_dtype(kOp, "dtype", params.dtype);
+  const struct {
+    const char* name;
+    const void* pointer;
+    size_t bytes;
+  } pointers[] = {
+      {"qkv", params.qkv, 16},     {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
+      {"ring_v", params.ring_v, 16}, {"slots", params.slots, 4},      {"valid", params.valid, 4},
+      {"offset", params.offset, 8},
+  };
+  for (const auto& entry : pointers)
+    if (status == MOSS_OK) status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes);
+  return status;
+}
+
+}  // namespace
+}  // namespace moss
+
+extern "C" MossStatus moss_ring_kv_write(const RingKvWriteParams* params) {
+  using namespace moss;
+  MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK && (params->batch == 0 || params->tokens == 0)) return MOSS_OK;
+  if (status == MOSS_OK) status = check(*params);
+  if (status != MOSS_OK) return status;
+  switch (params->dtype) {
+    case MOSS_FLOAT32:
+      return launch<float>(*params);
+    case MOSS_BFLOAT16:
+      return launch<__nv_bfloat16>(*params);
+    default:
+      return launch<__half>(*params);
+  }
+}
