@@ -1,0 +1,299 @@
+"""The codec's streaming decode as a step over static buffers, captured in one CUDA graph per (rows, frames)."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
+from moss_runtime.model.codec.codec import Codec
+from moss_runtime.model.codec.stream import check_step
+from moss_runtime.state.codec_slots import CodecSlots, StageRings
+
+from moss_kernels.codec_linear import codec_linear
+from moss_kernels.dequantize_codes import dequantize_codes
+from moss_kernels.ring_attention import ring_attention, rope_tables
+from moss_kernels.ring_kv_write import ring_kv_write
+
+FRAMES = (1, 2, 3, 4, 6, 8, 10, 12, 15)
+
+_log = logging.getLogger(__name__)
+
+
+class ChunkBuffers:
+    """Static memory of the step; views of the front of each buffer serve smaller batches and chunks.
+
+    Attributes:
+        codes: [max_batch * frames * codebooks] int64.
+        slots, valid: [max_batch] int32.
+        stage_valid: [stages, max_batch] int32. Valid tokens of each row at each stage's rate.
+        stream: the residual stream of a stage.
+        wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
+        scratch: what `codec_linear` asks for.
+        audio: [max_batch * channels * frames * samples_per_frame] float32.
+    """
+
+    def __init__(
+        self, codec: Codec, stages: Sequence[StageWeights], batch: int, frames: int, residual_dtype: torch.dtype
+    ):
+        config, device, dtype = codec.config, codec.device, codec.dtype
+        rows = batch * frames
+
+        def most(width_of_stage) -> int:
+            return rows * max(stage.tokens_per_frame * width_of_stage(stage.config) for stage in stages)
+
+        # The last stage's output is float32, twice the elements of a 16-bit buffer.
+        wide = most(lambda c: max(c.input_size, 4 * c.d_model, c.feedforward_size, 2 * c.output_size))
+        widths = most(lambda c: c.d_model)
+        self.codes = torch.zeros(rows * config.codebooks, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.valid = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.stage_valid = torch.zeros(len(stages), batch, dtype=torch.int32, device=device)
+        self.stream = torch.zeros(widths, dtype=residual_dtype, device=device)
+        self.wide = torch.zeros(wide, dtype=dtype, device=device)
+        self.scratch = torch.zeros(widths, dtype=dtype, device=device)
+        self.audio = torch.zeros(rows * config.channels * config.samples_per_frame, device=device)
+
+    @property
+    def size_in_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
+
+class CodecChunk:
+    """Decodes the next chunk of many streams: `CodecStream.step` in few kernels, without an allocation.
+
+    On a CUDA device `capture` makes a graph for each batch size and chunk length wanted; a call then replays the
+    smallest graph that it fits, padded with rows of the null slot and frames that count for nothing. What fits none
+    runs the same code eagerly and is counted in `fallbacks`.
+
+    Attributes:
+        slots: state of the streams, and who holds which slot.
+        buffers: static memory.
+        replays: number of graph replays.
+        fallbacks: number of eager steps by reason: `device` (not CUDA), `not_captured`, `capture_failed`.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        slots: CodecSlots | int,
+        *,
+        max_batch: int,
+        frames: Iterable[int] = FRAMES,
+        residual_dtype: torch.dtype | None = None,
+    ):
+        """Allocates the buffers; weights are shared with `codec`.
+
+        Args:
+            codec: on the device and in the dtype to run in.
+            slots: state to work on, or the number of streams to make one for.
+            max_batch: most rows of one call.
+            frames: chunk lengths to capture; the largest is the most frames of one step.
+            residual_dtype: of the residual stream, float32 or the codec's dtype (None).
+
+        Raises:
+            ValueError: the decoder's layout is not supported, or a size is not positive.
+        """
+        self.codec = codec
+        self.frames = sorted(set(frames))
+        if max_batch < 1 or not self.frames or self.frames[0] < 1:
+            raise ValueError(f"`max_batch` and `frames` must be positive, got {max_batch} and {self.frames}")
+        self.max_batch = max_batch
+        self.stages = stage_weights(codec)
+        configs = [stage.config for stage in self.stages]
+        if len({(config.head_dim, config.max_period) for config in configs}) > 1:
+            raise ValueError("`codec` must have the same head size and RoPE period in all decoder stages")
+        if isinstance(slots, int):
+            slots = CodecSlots(configs, slots, dtype=codec.dtype, device=codec.device)
+        self.slots = slots
+        self.table = code_table(codec.quantizer)
+        self.buffers = ChunkBuffers(codec, self.stages, max_batch, self.frames[-1], residual_dtype or codec.dtype)
+        self.replays = 0
+        self.fallbacks: Counter[str] = Counter()
+        self._rates = torch.tensor([[stage.tokens_per_frame] for stage in self.stages], device=codec.device)
+        self._zero = torch.zeros((), device=codec.device)
+        self._positions: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._failed: set[tuple[int, int]] = set()
+
+    def reset(self, slot: int) -> None:
+        """Start the stream of a slot again at its first frame."""
+        self.slots.reset(slot)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        codes: torch.Tensor,
+        slots: Sequence[int] | torch.Tensor,
+        valid: Sequence[int] | torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Decode the next frames of each row's stream.
+
+        Lists and CPU tensors are checked; tensors on the device are not, since that would wait for it.
+
+        Args:
+            codes: [B, T, codebooks] int, on any device. Frames at or beyond a row's `valid` may hold anything.
+            slots: [B]. Slot of each row; rows without valid frames may name any slot, or the null slot.
+            valid: [B]. Frames to decode, 0 .. T. A row with 0 changes nothing.
+            out: [B, channels, T * samples_per_frame] float32, written; None allocates it.
+
+        Returns:
+            `out`; 0 beyond each row's valid frames.
+
+        Raises:
+            ValueError: as `CodecStream.step`, and for more than `max_batch` rows.
+        """
+        check_step(self.codec, self.slots.null_slot, codes, slots, valid)
+        rows, frames = codes.shape[:2]
+        if rows > self.max_batch:
+            raise ValueError(f"`codes` must have at most {self.max_batch} rows, got {rows}")
+        config = self.codec.config
+        if out is None:
+            out = torch.empty(rows, config.channels, frames * config.samples_per_frame, device=self.codec.device)
+        slots, valid = (torch.as_tensor(x, dtype=torch.int32) for x in (slots, valid))
+        for start in range(0, frames if rows else 0, self.frames[-1]):
+            part = codes[:, start : start + self.frames[-1]]
+            audio = self._step(part, slots, (valid - start).clamp(0, part.shape[1]))
+            out[:, :, start * config.samples_per_frame :][:, :, : audio.shape[2]].copy_(audio)
+        return out
+
+    def capture(self, batches: Iterable[int]) -> None:
+        """Capture graphs for batch sizes x `frames`, largest first; on a CPU this does nothing.
+
+        All of them run once before the first capture, so that every kernel is compiled and loaded by then. A capture
+        that fails is logged and its shape runs eagerly.
+        """
+        if self.codec.device.type != "cuda":
+            return
+        shapes = sorted({(batch, frames) for batch in batches for frames in self.frames}, reverse=True)
+        self.buffers.slots.fill_(self.slots.null_slot)
+        self.buffers.valid.zero_()
+        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            for shape in shapes:
+                self._compute(*shape)
+            torch.cuda.synchronize()
+            for shape in shapes:
+                graph = torch.cuda.CUDAGraph()
+                try:
+                    with torch.cuda.graph(graph, pool=pool, stream=stream):
+                        self._compute(*shape)
+                except RuntimeError:
+                    _log.exception("codec chunk of %d rows x %d frames could not be captured", *shape)
+                    self._failed.add(shape)
+                else:
+                    self._graphs[shape] = graph
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _step(self, codes: torch.Tensor, slots: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """One step of at most `frames[-1]` frames; returns a view of the static audio."""
+        rows, frames = codes.shape[:2]
+        graph_shape = min(
+            (shape for shape in self._graphs if shape[0] >= rows and shape[1] >= frames),
+            key=lambda shape: (shape[0] * shape[1], shape),
+            default=None,
+        )
+        batch, length = graph_shape or (rows, frames)
+        buffers = self.buffers
+        self._codes(batch, length)[:rows, :frames].copy_(codes, non_blocking=True)
+        for static, values, padding in ((buffers.slots, slots, self.slots.null_slot), (buffers.valid, valid, 0)):
+            if values.device != static.device:
+                values = torch.nn.functional.pad(values, (0, batch - rows), value=padding).pin_memory()
+                static[:batch].copy_(values, non_blocking=True)
+            else:
+                static[:rows].copy_(values)
+                static[rows:batch].fill_(padding)
+        if graph_shape:
+            self._graphs[graph_shape].replay()
+            self.replays += 1
+        else:
+            self.fallbacks[self._fallback_reason(rows, frames)] += 1
+            self._compute(batch, length)
+        return self._audio(batch, length)[:rows, :, : frames * self.codec.config.samples_per_frame]
+
+    def _fallback_reason(self, rows: int, frames: int) -> str:
+        if self.codec.device.type != "cuda":
+            return "device"
+        failed = any(rows <= shape[0] and frames <= shape[1] for shape in self._failed)
+        return "capture_failed" if failed else "not_captured"
+
+    def _codes(self, batch: int, frames: int) -> torch.Tensor:
+        shape = (batch, frames, self.codec.config.codebooks)
+        return _front(self.buffers.codes, *shape)
+
+    def _audio(self, batch: int, frames: int) -> torch.Tensor:
+        config = self.codec.config
+        return _front(self.buffers.audio, batch, config.channels, frames * config.samples_per_frame)
+
+    def _compute(self, batch: int, frames: int) -> None:
+        """The work of a step: static inputs to static audio; this is what a graph holds."""
+        buffers, config = self.buffers, self.codec.config
+        slots, valid = buffers.slots[:batch], buffers.valid[:batch]
+        stage_valid = buffers.stage_valid[:, :batch]
+        torch.mul(valid, self._rates, out=stage_valid)
+        rotations = self._rotations(batch, frames)
+        features = _front(buffers.wide, batch, frames, self.table.shape[2])
+        dequantize_codes(self._codes(batch, frames), self.table, features)
+        for index, (stage, rings) in enumerate(zip(self.stages, self.slots.stages, strict=True)):
+            last = index == len(self.stages) - 1
+            features = self._stage(stage, rings, features, rotations[index], stage_valid[index], last=last)
+        self.slots.offsets.index_add_(1, slots, stage_valid.long())
+        samples = features.view(batch, frames, config.samples_per_frame, config.channels).permute(0, 3, 1, 2)
+        live = torch.arange(frames, device=valid.device) < valid[:, None]
+        audio = self._audio(batch, frames).view(samples.shape)
+        torch.where(live[:, None, :, None], samples, self._zero, out=audio)
+
+    def _rotations(self, batch: int, frames: int) -> list[torch.Tensor]:
+        """Cosines and sines of the step's tokens: [B, tokens, D/2, 2] float32 for each stage."""
+        rates = [stage.tokens_per_frame for stage in self.stages]
+        if (batch, frames) not in self._positions:
+            device = self.codec.device
+            counts = torch.tensor([frames * rate for rate in rates for _ in range(batch)], device=device)
+            row = torch.arange(len(counts), device=device).repeat_interleave(counts)
+            first = (counts.cumsum(0) - counts)[row]
+            self._positions[batch, frames] = row, torch.arange(len(row), device=device) - first
+        row, step = self._positions[batch, frames]
+        start = self.slots.offsets[:, self.buffers.slots[:batch]].flatten()
+        config = self.stages[0].config
+        tables = rope_tables(start[row] + step, config.head_dim, config.max_period)
+        parts = tables.split([batch * frames * rate for rate in rates])
+        return [part.view(batch, frames * rate, -1, 2) for part, rate in zip(parts, rates, strict=True)]
+
+    def _stage(
+        self,
+        stage: StageWeights,
+        rings: StageRings,
+        features: torch.Tensor,
+        cos_sin: torch.Tensor,
+        valid: torch.Tensor,
+        *,
+        last: bool,
+    ) -> torch.Tensor:
+        """One transformer stage: features of any shape with `input_size` values per token -> [M, output_size]."""
+        config, buffers = stage.config, self.buffers
+        batch, tokens = cos_sin.shape[:2]
+        m, d = batch * tokens, config.d_model
+        slots, scratch = buffers.slots[:batch], buffers.scratch
+        x = _front(buffers.stream, m, d)
+        qkv = _front(buffers.wide, batch, tokens, 3 * d)
+        attended = _front(buffers.wide[qkv.numel() :], batch, tokens, d)
+        hidden = _front(buffers.wide, m, config.feedforward_size)
+        codec_linear(features.view(m, config.input_size), stage.input_proj, x)
+        for index, layer in enumerate(stage.layers):
+            step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
+            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
+            ring_attention(*step, config.context, False, attended)
+            ring_kv_write(*step)
+            codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
+            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
+            codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)
+        out = _front(buffers.wide.view(torch.float32) if last else buffers.wide, m, config.output_size)
+        codec_linear(x, stage.output_proj, out)
+        return out
+
+
+def _front(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The first elements of a flat buffer as a tensor of a shape."""
+    return buffer[: torch.Size(shape).numel()].view(shape)

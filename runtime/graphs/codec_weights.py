@@ -1,0 +1,94 @@
+"""The codec decoder's weights as the chunk step uses them: shared with the codec, but for what pays to be packed."""
+
+from dataclasses import dataclass
+
+import torch
+from moss_runtime.model.codec.codec import Codec
+from moss_runtime.model.codec.config import TransformerConfig
+from moss_runtime.model.codec.quantizer import Quantizer
+from moss_runtime.model.codec.transformer import TransformerLayer, TransformerStage
+from torch import nn
+
+from moss_kernels.codec_linear import layer_norm_sums
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Arguments of the four `codec_linear` calls of a layer, as they are named there."""
+
+    in_proj: dict[str, torch.Tensor]
+    out_proj: dict[str, torch.Tensor]
+    linear1: dict[str, torch.Tensor]
+    linear2: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """One transformer stage and the patch step after it.
+
+    Attributes:
+        tokens_per_frame: rate of the stage.
+        input_proj: [d_model, input_size].
+        output_proj: [output_size, d_model]. Rows in the order in which the patch step lays features out, so that the
+            step is a view: [B, T, d * p] -> [B, T * p, d].
+        layers: in order.
+    """
+
+    config: TransformerConfig
+    tokens_per_frame: int
+    input_proj: torch.Tensor
+    output_proj: torch.Tensor
+    layers: list[LayerWeights]
+
+
+def stage_weights(codec: Codec) -> list[StageWeights]:
+    """The stages of a codec's decoder.
+
+    Raises:
+        ValueError: the decoder does not begin with a transformer stage.
+    """
+    modules = list(codec.decoder)
+    if not isinstance(modules[0], TransformerStage):
+        raise ValueError(f"`codec` must have a decoder that begins with a transformer, got {type(modules[0]).__name__}")
+    starts = [index for index, module in enumerate(modules) if isinstance(module, TransformerStage)]
+    stages, rate = [], 1
+    for start, end in zip(starts, [*starts[1:], len(modules)], strict=True):
+        stage, config = modules[start], modules[start].config
+        order = torch.arange(config.output_size, device=codec.device)[None, None]
+        for patch in modules[start + 1 : end]:
+            order = patch(order)
+        output_proj = stage.output_proj.weight.detach()[order.flatten()].contiguous()
+        layers = [_layer(layer) for layer in stage.transformer.layers]
+        stages.append(StageWeights(config, rate, stage.input_proj.weight.detach(), output_proj, layers))
+        rate *= order.shape[1]
+    return stages
+
+
+def _layer(layer: TransformerLayer) -> LayerWeights:
+    attention = layer.self_attn
+    return LayerWeights(
+        in_proj=_normed(layer.norm1, attention.in_projs[0]),
+        out_proj={"weight": attention.out_projs[0].weight.detach(), "scale": layer.layer_scale_1.scale.detach()},
+        linear1=_normed(layer.norm2, layer.linear1),
+        linear2={"weight": layer.linear2.weight.detach(), "scale": layer.layer_scale_2.scale.detach()},
+    )
+
+
+def _normed(norm: nn.LayerNorm, linear: nn.Linear) -> dict[str, torch.Tensor]:
+    weight, norm_weight, norm_bias = linear.weight.detach(), norm.weight.detach(), norm.bias.detach()
+    sums = layer_norm_sums(weight, norm_weight, norm_bias)
+    return {"weight": weight, "norm_weight": norm_weight, "norm_bias": norm_bias, "norm_sums": sums}
+
+
+@torch.no_grad()
+def code_table(quantizer: Quantizer) -> torch.Tensor:
+    """[codebooks, codebook_size, output_size] float32. What each code adds to the decoder's input.
+
+    All of `Quantizer.decode` is linear in the codebook rows, its last projection included; that one's bias is in the
+    rows of the first codebook.
+    """
+    codebooks = [codebook.out_proj(codebook.codebook.weight) for codebook in quantizer.quantizers]
+    bias = quantizer.output_proj(torch.zeros_like(codebooks[0][:1]))
+    table = torch.stack([quantizer.output_proj(rows) - bias for rows in codebooks])
+    table[0] += bias
+    return table
