@@ -1,0 +1,226 @@
+"""codec_linear: the codec's eager modules, and every implementation against them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moss_kernels.codec_linear import codec_linear, codec_linear_reference, layer_norm_sums, scratch_size, triton_kernel
+from moss_kernels.codec_linear.tiles import Tile, candidates, tile_for
+
+KINDS = ["plain", "norm", "norm_gelu", "scale"]
+# (N, K) of the full-size decoder: stage 1, then the others, then projections between stages.
+SHAPES = [(3840, 1280), (1280, 5120), (2304, 768), (768, 768), (768, 3072), (768, 384), (240, 768)]
+
+
+def make_arguments(kind, m, n, k, *, dtype=torch.float32, stream=None, device="cpu"):
+    """Keyword arguments of `codec_linear`; `out` holds a residual stream or NaN, the stream has a mean of its own."""
+    stream = stream or dtype
+    scaled, normed = kind == "scale", kind.startswith("norm")
+
+    def random(*shape):
+        return torch.randn(*shape, device=device)
+
+    x = (random(m, k) * 2 + 1).to(stream if normed else dtype)
+    out = random(m, n).to(stream) if scaled else torch.full((m, n), torch.nan, dtype=dtype, device=device)
+    arguments = {"x": x, "weight": (random(n, k) * k**-0.5).to(dtype), "out": out, "gelu": kind == "norm_gelu"}
+    if normed:
+        arguments["norm_weight"] = (1 + random(k) / 4).to(dtype)
+        arguments["norm_bias"] = (random(k) / 2).to(dtype)
+        arguments["norm_sums"] = layer_norm_sums(*(arguments[p] for p in ("weight", "norm_weight", "norm_bias")))
+    if scaled:
+        arguments["scale"] = (0.1 + torch.rand(n, device=device) / 2).to(dtype)
+    if scaled or normed:
+        size = scratch_size(m, n, k, norm=normed)
+        arguments["scratch"] = torch.full((size,), torch.nan, dtype=dtype, device=device)
+    return arguments
+
+
+def positional(arguments):
+    names = ["x", "weight", "norm_weight", "norm_bias", "norm_sums", "gelu", "scale", "scratch", "out"]
+    return [arguments.get(name) for name in names]
+
+
+def reference(arguments, dtype=None):
+    """The reference on a copy, with all tensors cast to `dtype`."""
+    parts = {
+        name: value.to(dtype or value.dtype) if torch.is_tensor(value) else value for name, value in arguments.items()
+    }
+    out = parts.pop("out")
+    parts.pop("norm_sums", None), parts.pop("scratch", None)
+    return codec_linear_reference(**parts, residual=out if "scale" in parts else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_is_the_eager_modules(kind):
+    arguments = make_arguments(kind, 7, 12, 24)
+    norm, linear = nn.LayerNorm(24, eps=1e-5), nn.Linear(24, 12, bias=False)
+    linear.weight.data = arguments["weight"]
+    expected = arguments["x"]
+    if kind.startswith("norm"):
+        norm.weight.data, norm.bias.data = arguments["norm_weight"], arguments["norm_bias"]
+        expected = norm(expected)
+    expected = linear(expected)
+    if kind == "norm_gelu":
+        expected = nn.GELU()(expected)
+    if kind == "scale":
+        expected = arguments["out"] + arguments["scale"] * expected
+    codec_linear(**arguments)
+    assert torch.equal(arguments["out"], expected)
+
+
+def test_a_float32_stream_around_bfloat16_weights():
+    arguments = make_arguments("norm", 5, 12, 24, dtype=torch.bfloat16, stream=torch.float32)
+    exact = reference(arguments, torch.float64)
+    codec_linear(**arguments)
+    assert (arguments["out"] - exact).abs().max() < 2**-6 * exact.abs().max()
+    arguments = make_arguments("scale", 5, 12, 24, dtype=torch.bfloat16, stream=torch.float32)
+    arguments["out"].fill_(256 + 2**-8)  # what bfloat16 would drop
+    arguments["weight"].zero_()
+    codec_linear(**arguments)
+    assert (arguments["out"] == 256 + 2**-8).all()
+
+
+def test_norm_sums_take_the_norm_out_of_the_product():
+    arguments = make_arguments("norm", 6, 10, 32)
+    x, weight, norm_weight, norm_bias = (arguments[name] for name in ("x", "weight", "norm_weight", "norm_bias"))
+    deviation, mean = torch.std_mean(x, 1, correction=0, keepdim=True)
+    deviation = (deviation.square() + 1e-5).sqrt()
+    weight_sums, bias_sums = layer_norm_sums(weight, norm_weight, norm_bias)
+    product = (x * norm_weight) @ weight.T / deviation - mean / deviation * weight_sums + bias_sums
+    torch.testing.assert_close(product, F.layer_norm(x, (32,), norm_weight, norm_bias) @ weight.T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "error", "message"),
+    [
+        (
+            "plain",
+            {"weight": torch.zeros(12, 25)},
+            ValueError,
+            r"`weight` must be \[N, K\] with K = 24, got \(12, 25\)",
+        ),
+        ("plain", {"x": torch.zeros(24, 7).T}, ValueError, "`x` must be contiguous"),
+        ("plain", {"x": torch.zeros(7, 24).half()}, TypeError, "`x` must be float32 or bfloat16, got float16"),
+        ("norm", {"norm_sums": None}, ValueError, "must be given together, or none of them"),
+        ("norm", {"scale": torch.zeros(12)}, ValueError, "`scale` must be None with a norm"),
+        ("norm", {"scratch": torch.zeros(167)}, ValueError, r"`scratch` must be \[n\] with n >= 168, got \(167,\)"),
+        ("scale", {"scratch": None}, ValueError, r"`scratch` must be \[n\] with n >= 84, got None"),
+        ("scale", {"x": torch.zeros(7, 24).bfloat16()}, TypeError, "`x` must be float32, got bfloat16"),
+        ("scale", {"scale": torch.zeros(12).bfloat16()}, TypeError, "`scale` must be float32, got bfloat16"),
+    ],
+)
+def test_bad_arguments_are_named(kind, changes, error, message):
+    with pytest.raises(error, match=message):
+        codec_linear(**make_arguments(kind, 7, 12, 24) | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [0, 5])
+def test_opcheck(kind, m):
+    torch.library.opcheck(torch.ops.moss.codec_linear, positional(make_arguments(kind, m, 12, 24)))
+
+
+def test_torch_compile():
+    arguments = make_arguments("norm_gelu", 5, 12, 24)
+    expected = reference(arguments)
+    torch.compile(codec_linear, fullgraph=True, dynamic=True, backend="aot_eager")(**arguments)
+    assert torch.equal(arguments["out"], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_fill_the_multiprocessors_or_are_the_smallest(dtype):
+    for m in (1, 2, 15, 16, 30, 64, 480, 1024, 30720, 61440):
+        for n in (240, 384, 768, 1280, 2304, 3840, 5120):
+            tile = tile_for(m, n, dtype)
+            programs = -(-m // tile.block_m) * -(-n // tile.block_n)
+            assert programs >= 88 or tile == candidates(dtype)[-1]
+            assert tile.block_m == 16 or tile.block_m < 2 * m
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 24, 40), (16, 16, 32), (33, 17, 64)])
+@pytest.mark.parametrize("norm_inside", [True, False])
+def test_triton_in_the_interpreter(kind, m, n, k, norm_inside):
+    arguments = make_arguments(kind, m, n, k)
+    expected = reference(arguments)
+    tile = Tile(16, 16, 32, 4, 2, norm_inside)
+    triton_kernel.codec_linear_triton(*positional(arguments), tile=tile)
+    torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_library_product_in_the_interpreter(kind):
+    arguments = make_arguments(kind, 5, 24, 40)
+    expected = reference(arguments)
+    triton_kernel.codec_linear_library(*positional(arguments))
+    torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
+
+
+def errors(actual, exact):
+    return (actual.double() - exact).square().mean().sqrt().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 15, 64, 480, 9000])
+@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
+def test_bf16_is_as_close_as_eager_modules(kind, n, k, m, stream):
+    arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
+    exact, eager = reference(arguments, torch.float64), reference(arguments)
+    for implementation in (triton_kernel.codec_linear_triton, triton_kernel.codec_linear_library):
+        copy = arguments | {"out": arguments["out"].clone()}
+        implementation(*positional(copy))
+        assert errors(copy["out"], exact) <= 1.25 * errors(eager, exact), implementation.__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", candidates(torch.bfloat16))
+def test_every_tile(kind, tile):
+    """Uneven in every dimension."""
+    arguments = make_arguments(kind, 147, 304, 400, dtype=torch.bfloat16, device="cuda")
+    exact, eager = reference(arguments, torch.float64), reference(arguments)
+    for norm_inside in (True, False):
+        copy = arguments | {"out": arguments["out"].clone()}
+        triton_kernel.codec_linear_triton(*positional(copy), tile=tile._replace(norm_inside=norm_inside))
+        assert errors(copy["out"], exact) <= 1.25 * errors(eager, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 144, 48), (33, 96, 32), (1000, 2304, 768)])
+def test_fp32_on_the_gpu(kind, m, n, k):
+    arguments = make_arguments(kind, m, n, k, device="cuda")
+    exact = reference(arguments, torch.float64)
+    triton_kernel.codec_linear_triton(*positional(arguments))
+    assert (arguments["out"] - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 480, 9000])
+def test_replay_of_a_chain_equals_eager(m):
+    """Kernels that may start early still wait for the one before: an MLP on its own residual stream, many times."""
+    up = make_arguments("norm_gelu", m, 3072, 768, dtype=torch.bfloat16, device="cuda")
+    down = make_arguments("scale", m, 768, 3072, dtype=torch.bfloat16, device="cuda")
+    down |= {"x": up["out"]}
+    start = up["x"].clone()
+
+    def chain():
+        up["x"].copy_(start)
+        for _ in range(10):
+            codec_linear(**up)
+            codec_linear(**down | {"out": up["x"]})
+
+    chain()
+    expected = up["x"].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        up["x"].zero_()
+        graph.replay()
+        assert torch.equal(up["x"], expected)
