@@ -1,0 +1,217 @@
+"""ring_attention against float64, in every implementation; what must not matter in its inputs is NaN."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moss_kernels import ring_attention
+from moss_kernels.ring_attention import ring_attention_reference, triton_kernel
+from moss_kernels.ring_kv_write import ring_kv_write_reference
+from moss_kernels.testing.compare import implementation, require_equal
+from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingInputs
+
+NULL = 5
+# (slot, valid tokens, offset): a full ragged batch with a young, an idle and a padding row, far and near offsets.
+ROWS = [(2, 40, 123_456), (0, 17, 3), (4, 1, 70), (3, 0, 9), (NULL, 0, 0), (1, 33, 1_000_003)]
+SHAPE = {"slots": NULL, "tokens": 40, "heads": 2, "head_dim": 16}
+NAMES = [argument.name for argument in torch.ops.moss.ring_attention.default._schema.arguments]
+
+
+def make_inputs(rows=ROWS, *, capacity=70, window=70, in_ring=False, **changes) -> RingInputs:
+    inputs = RingInputs.make(rows, capacity=capacity, window=window, **SHAPE | changes)
+    if in_ring:
+        ring_kv_write_reference(*inputs.step)
+    return inputs
+
+
+def error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error relative to the largest value; infinite if any output is NaN."""
+    difference = (out.cpu().double() - exact).abs().max() / exact.abs().max()
+    return difference.nan_to_num(torch.inf).item()
+
+
+def require_exact(attention, inputs: RingInputs, *, in_ring: bool, device="cpu") -> None:
+    exact = inputs.exact_attention(chunk_in_ring=in_ring)
+    out = inputs.to(device).attend(attention, chunk_in_ring=in_ring)
+    assert error(out, exact) < 2e-6
+    beyond = torch.arange(out.shape[1]) >= inputs.valid[:, None]
+    assert (out.cpu()[beyond] == 0).all()
+
+
+SIZES = [(70, 70), (70, 31), (13, 13), (1, 1)]  # capacity, window: many tiles, head-room, oversized chunks
+
+
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize(("capacity", "window"), SIZES)
+def test_op_follows_float64(capacity, window, in_ring):
+    require_exact(ring_attention, make_inputs(capacity=capacity, window=window, in_ring=in_ring), in_ring=in_ring)
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize(("capacity", "window"), SIZES)
+def test_triton_in_the_interpreter(capacity, window, in_ring):
+    inputs = make_inputs(capacity=capacity, window=window, in_ring=in_ring)
+    require_exact(triton_kernel.ring_attention_triton, inputs, in_ring=in_ring)
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("tokens", [3, 32, 40, 150])
+def test_tiles_of_bf16_in_the_interpreter(monkeypatch, tokens):
+    """The tile sizes that bfloat16 uses, on float32: the interpreter has no bfloat16 products."""
+    config = triton_kernel._config
+    monkeypatch.setattr(triton_kernel, "_config", lambda dtype, tokens: config(torch.bfloat16, tokens))
+    rows = [(slot, min(valid, tokens), offset) for slot, valid, offset in ROWS] + [(3, tokens, 200)]
+    for in_ring in (False, True):
+        inputs = make_inputs(rows, capacity=140, window=133, tokens=tokens, in_ring=in_ring)
+        require_exact(triton_kernel.ring_attention_triton, inputs, in_ring=in_ring)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize(("capacity", "window"), [*SIZES, (400, 400)])
+@pytest.mark.parametrize("head_dim", triton_kernel.HEAD_DIMS)
+def test_triton_on_the_gpu(head_dim, capacity, window, in_ring):
+    rows = [(slot, 5 * valid, offset) for slot, valid, offset in ROWS]
+    inputs = make_inputs(rows, capacity=capacity, window=window, tokens=200, head_dim=head_dim, in_ring=in_ring)
+    require_exact(triton_kernel.ring_attention_triton, inputs, in_ring=in_ring, device="cuda")
+
+
+def bf16_shapes():
+    """Every stage of the codec with 1, 2, 3 and 15 frames."""
+    return [(rate * frames, heads, window) for rate, heads, window in CODEC_STAGES for frames in (1, 2, 3, 15)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "window"), bf16_shapes())
+def test_bf16_errs_at_most_twice_as_much_as_the_reference(tokens, heads, window, in_ring):
+    rows = [(2, tokens, 123_456), (0, (tokens + 1) // 2, 3), (4, 1, window - 1), (3, 0, 9), (NULL, 0, 0)]
+    inputs = make_inputs(
+        rows, capacity=window, window=window, tokens=tokens, heads=heads, head_dim=64, in_ring=in_ring,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    exact = inputs.exact_attention(chunk_in_ring=in_ring)
+    rounding = error(inputs.attend(ring_attention_reference, chunk_in_ring=in_ring), exact)
+    out = inputs.to("cuda").attend(triton_kernel.ring_attention_triton, chunk_in_ring=in_ring)
+    assert error(out, exact) <= 2 * rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [case for case in RING_CASES if case.batch == 64], ids=lambda case: case.name)
+def test_rows_do_not_depend_on_the_batch(case, dtype):
+    inputs = case.inputs("cuda", dtype)
+    together = inputs.attend(triton_kernel.ring_attention_triton)
+    for rows in (slice(0, 1), slice(17, 24), slice(63, 64)):
+        part = {name: getattr(inputs, name)[rows] for name in ("qkv", "cos_sin", "slots", "valid")}
+        alone = dataclasses.replace(inputs, **part).attend(triton_kernel.ring_attention_triton)
+        require_equal("out", alone, together[rows])
+
+
+@pytest.mark.gpu
+def test_rings_beyond_two_to_the_31_elements():
+    slots, heads, capacity, head_dim = 7100, 12, 400, 64
+    last = make_inputs(
+        [(0, 3, 777)], slots=1, tokens=3, heads=heads, head_dim=head_dim, capacity=capacity, window=capacity,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    small = last.to("cuda")
+    ring_k, ring_v = torch.zeros(2, slots + 1, heads, capacity, head_dim, dtype=torch.bfloat16, device="cuda")
+    assert ring_k.numel() > 2**31
+    ring_k[slots - 1], ring_v[slots - 1] = small.ring_k[0], small.ring_v[0]
+    offset = torch.zeros(slots + 1, dtype=torch.int64, device="cuda")
+    offset[slots - 1] = 777
+    large = dataclasses.replace(
+        small, ring_k=ring_k, ring_v=ring_v, offset=offset, slots=torch.full_like(small.slots, slots - 1)
+    )
+    expected = small.attend(triton_kernel.ring_attention_triton)
+    require_equal("out", large.attend(triton_kernel.ring_attention_triton), expected)
+    for name in ("triton", "cuda"):
+        write = implementation("ring_kv_write", name)
+        write(*small.step)
+        write(*large.step)
+        require_equal("ring_k", large.ring_k[slots - 1], small.ring_k[0])
+        assert not large.ring_k[: slots - 1].any()
+
+
+@pytest.mark.parametrize("in_ring", [False, True])
+def test_all_padding(in_ring):
+    inputs = make_inputs([(NULL, 0, 0), (2, 0, 50), (NULL, 0, 0)], in_ring=in_ring)
+    assert (inputs.attend(ring_attention, chunk_in_ring=in_ring) == 0).all()
+
+
+@pytest.mark.interpreter
+def test_all_padding_in_the_interpreter():
+    inputs = make_inputs([(NULL, 0, 0), (2, 0, 50), (NULL, 0, 0)])
+    assert (inputs.attend(triton_kernel.ring_attention_triton) == 0).all()
+
+
+def op_arguments(device="cpu") -> dict[str, object]:
+    inputs = make_inputs().to(device)
+    inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in ("qkv", "cos_sin")})
+    out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
+    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out), strict=True))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
+    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(op_arguments(device).values()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_into_a_full_graph(device):
+    def step(arguments, out):
+        ring_attention(**arguments | {"qkv": arguments["qkv"] * 2, "out": out})
+        return out + 1
+
+    arguments = op_arguments(device)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    require_equal("result", compiled(arguments, arguments["out"].clone()), step(arguments, arguments["out"]))
+
+
+def _wrong(name, error, message, value):
+    return pytest.param(name, error, message, value, id=f"{name}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message", "value"),
+    [
+        _wrong("qkv", TypeError, "float32 or bfloat16, got float16", lambda x: x.half()),
+        _wrong("qkv", ValueError, r"\[B, T, 3\*H\*D\] with 3\*H\*D = 96", lambda x: x[..., :64].contiguous()),
+        _wrong("qkv", ValueError, "contiguous", lambda x: x.mT.contiguous().mT),
+        _wrong("cos_sin", TypeError, "float32", lambda x: x.bfloat16()),
+        _wrong("cos_sin", ValueError, r"D/2 = 8", lambda x: x[:, :, :4].contiguous()),
+        _wrong("ring_k", ValueError, "even head_dim, got 15", lambda x: x.new_zeros(6, 2, 70, 15)),
+        _wrong("ring_v", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
+        _wrong("ring_v", ValueError, "C = 70", lambda x: x[:, :, 1:].contiguous()),
+        _wrong("slots", TypeError, "int32, got int64", lambda x: x.long()),
+        _wrong("valid", ValueError, "B = 6", lambda x: x[1:]),
+        _wrong("offset", TypeError, "int64, got int32", lambda x: x.int()),
+        _wrong("offset", ValueError, r"S\+1 = 6", lambda x: x[1:]),
+        _wrong("window", ValueError, r"1 \.\. C = 70, got 0", lambda x: 0),
+        _wrong("window", ValueError, r"1 \.\. C = 70, got 71", lambda x: 71),
+        _wrong("out", ValueError, r"\[B, T, H\*D\]", lambda x: x[:, 1:].contiguous()),
+        _wrong("out", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
+    ],
+)
+def test_wrong_argument_is_named(name, error, message, value):
+    arguments = op_arguments()
+    changed = {name: value(arguments[name])}
+    if name == "ring_k" and "even" in message:
+        changed["ring_v"] = changed["ring_k"]
+    with pytest.raises(error, match=rf"`ring_attention`: `{name}` must .*{message}"):
+        ring_attention(**arguments | changed)
+
+
+def test_triton_names_the_head_dims_it_takes():
+    inputs = make_inputs(head_dim=20)
+    with pytest.raises(NotImplementedError, match="head_dim of 16, 32, 64, 128, got 20"):
+        inputs.attend(triton_kernel.ring_attention_triton)
