@@ -173,13 +173,13 @@ class CodecChunk:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
             for shape in shapes:
-                self._compute(*shape)
+                self.compute(*shape)
             torch.cuda.synchronize()
             for shape in shapes:
                 graph = torch.cuda.CUDAGraph()
                 try:
                     with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        self._compute(*shape)
+                        self.compute(*shape)
                 except RuntimeError:
                     _log.exception("codec chunk of %d rows x %d frames could not be captured", *shape)
                     self._failed.add(shape)
@@ -210,7 +210,7 @@ class CodecChunk:
             self.replays += 1
         else:
             self.fallbacks[self._fallback_reason(rows, frames)] += 1
-            self._compute(batch, length)
+            self.compute(batch, length)
         return self._audio(batch, length)[:rows, :, : frames * self.codec.config.samples_per_frame]
 
     def _fallback_reason(self, rows: int, frames: int) -> str:
@@ -227,7 +227,7 @@ class CodecChunk:
         config = self.codec.config
         return _front(self.buffers.audio, batch, config.channels, frames * config.samples_per_frame)
 
-    def _compute(self, batch: int, frames: int) -> None:
+    def compute(self, batch: int, frames: int) -> None:
         """The work of a step: static inputs to static audio; this is what a graph holds."""
         buffers, config = self.buffers, self.codec.config
         slots, valid = buffers.slots[:batch], buffers.valid[:batch]

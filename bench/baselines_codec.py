@@ -1,0 +1,46 @@
+"""The codec chunk step of plain torch ops, as a graph of library kernels would run it."""
+
+import torch
+from moss_runtime.graphs import CodecChunk
+from moss_runtime.graphs.codec_weights import StageWeights
+from moss_runtime.state.codec_slots import StageRings
+from torch.nn import functional as F
+
+from moss_kernels.codec_linear.reference import NORM_EPS
+from moss_kernels.ring_attention import ring_attention
+from moss_kernels.ring_kv_write import ring_kv_write
+
+
+class TorchOpsChunk(CodecChunk):
+    """cuBLAS linears, torch LayerNorm, GELU and residuals; the ring kernels are the project's own."""
+
+    def _stage(
+        self,
+        stage: StageWeights,
+        rings: StageRings,
+        features: torch.Tensor,
+        cos_sin: torch.Tensor,
+        valid: torch.Tensor,
+        *,
+        last: bool,
+    ) -> torch.Tensor:
+        config = stage.config
+        batch, tokens = cos_sin.shape[:2]
+        slots = self.buffers.slots[:batch]
+        x = F.linear(features.view(batch, tokens, config.input_size), stage.input_proj)
+        for index, layer in enumerate(stage.layers):
+            qkv = _normed_linear(x, layer.in_proj)
+            step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
+            attended = torch.empty_like(x)
+            ring_attention(*step, config.context, False, attended)
+            ring_kv_write(*step)
+            x = x + layer.out_proj["scale"] * F.linear(attended, layer.out_proj["weight"])
+            hidden = F.gelu(_normed_linear(x, layer.linear1))
+            x = x + layer.linear2["scale"] * F.linear(hidden, layer.linear2["weight"])
+        out = F.linear(x, stage.output_proj)
+        return out.float() if last else out
+
+
+def _normed_linear(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], weights["norm_weight"], weights["norm_bias"], NORM_EPS)
+    return F.linear(normed, weights["weight"])

@@ -1,0 +1,138 @@
+"""Where the time of a codec chunk goes: by stage, by kernel, and by tile of each linear."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from moss_runtime.graphs import CodecChunk
+
+from moss_kernels.codec_linear import scratch_size
+from moss_kernels.codec_linear.tiles import Tile, tile_for
+from moss_kernels.codec_linear.triton_kernel import codec_linear_library, codec_linear_triton
+
+REPLAYS = 20
+
+# Beyond those in use: what might beat them.
+_TILES = tuple(
+    Tile(*sizes, norm_inside)
+    for sizes in (
+        (16, 8, 256, 4, 4),
+        (16, 8, 256, 4, 6),
+        (16, 8, 512, 4, 4),
+        (16, 16, 128, 4, 8),
+        (16, 16, 256, 4, 3),
+        (16, 16, 256, 4, 5),
+        (16, 32, 128, 4, 6),
+        (16, 32, 256, 4, 4),
+        (32, 16, 128, 4, 5),
+        (32, 32, 128, 4, 5),
+        (32, 64, 128, 4, 4),
+        (64, 16, 128, 4, 5),
+        (64, 32, 128, 4, 4),
+        (64, 64, 64, 4, 5),
+        (64, 64, 128, 4, 3),
+        (64, 128, 64, 4, 4),
+        (128, 64, 64, 4, 4),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 128, 8, 2),
+        (128, 256, 64, 8, 3),
+        (256, 128, 64, 8, 3),
+    )
+    for norm_inside in (True, False)
+)
+
+
+def replay_seconds(run: Callable[[], None]) -> float:
+    """Median time of a graph's replay."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in itertools.pairwise(events))
+    return times[REPLAYS // 2] / 1e3
+
+
+def print_profile(step: CodecChunk, batch: int, frames: int) -> None:
+    """Time of each stage as a graph of its own, then of each kernel in replays of the whole step."""
+    print(f"B{batch}/T{frames}: {1e3 * replay_seconds(lambda: step.compute(batch, frames)):.3f} ms")
+    rotations = step._rotations(batch, frames)
+    buffers = step.buffers
+    for index, (stage, rings) in enumerate(zip(step.stages, step.slots.stages, strict=True)):
+        tokens = rotations[index].shape[1]
+        features = buffers.wide[: batch * tokens * stage.config.input_size]
+        valid = buffers.stage_valid[index, :batch]
+
+        def run(stage=stage, rings=rings, features=features, index=index, valid=valid) -> None:
+            step._stage(stage, rings, features, rotations[index], valid, last=False)
+
+        time = 1e3 * replay_seconds(run)
+        print(f"  stage {index + 1} ({stage.config.layers} layers, {batch * tokens} rows): {time:.3f} ms")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.compute(batch, frames)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    for kernel in kernels:
+        total, count = kernel.device_time_total / REPLAYS, kernel.count / REPLAYS
+        print(f"  {total:10.1f} us {count:6.0f} x {total / count:8.2f}  {kernel.key[:90]}")
+
+
+def print_tiles(step: CodecChunk, shapes: Iterable[tuple[int, int]], only_rows: list[int] | None) -> None:
+    """Time of each linear by tile, the weights of all layers that share its shape in turn (so that they are cold)."""
+    linears: dict[tuple[str, int, int], list[dict]] = defaultdict(list)
+    rows: dict[int, set[int]] = defaultdict(set)
+    for stage in step.stages:
+        rows[stage.config.d_model] |= {batch * frames * stage.tokens_per_frame for batch, frames in shapes}
+        for layer in stage.layers:
+            for name, arguments in vars(layer).items():
+                linears[name, *arguments["weight"].shape].append(arguments)
+    for (name, n, k), weights in linears.items():
+        for m in sorted(rows[n if name in ("out_proj", "linear2") else k]):
+            if only_rows and m not in only_rows:
+                continue
+            _print_tiles_of(name, m, n, k, weights)
+
+
+def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict]) -> None:
+    normed, device = "norm_sums" in weights[0], weights[0]["weight"].device
+    x = torch.randn(m, k, device=device).bfloat16()
+    out = torch.randn(m, n, device=device).bfloat16()
+    scratch = torch.empty(scratch_size(m, n, k, norm=normed), dtype=x.dtype, device=device)
+    chosen, times = tile_for(m, n, x.dtype), {}
+
+    def measured(implementation, **options) -> float:
+        def run() -> None:
+            for arguments in weights:
+                names = ("norm_weight", "norm_bias", "norm_sums")
+                norm = [arguments.get(part) for part in names]
+                gelu, scale = name == "linear1", arguments.get("scale")
+                implementation(x, arguments["weight"], *norm, gelu, scale, scratch, out, **options)
+
+        return 1e6 * replay_seconds(run) / len(weights)
+
+    for tile in dict.fromkeys((chosen, *_TILES)):
+        small_enough = tile.block_m < 2 * max(m, 9) and tile.block_m * 64 >= m
+        if small_enough and (normed or not tile.norm_inside or tile == chosen):
+            try:
+                times[tile] = measured(codec_linear_triton, tile=tile)
+            except Exception as error:  # a tile that needs more shared memory than there is
+                print(f"    {tuple(tile)}: {str(error).splitlines()[0][:80]}")
+    library = measured(codec_linear_library)
+    floor = max(2 * (n * k + m * k + m * n) / 4.25e12, 2 * m * n * k / 775e12) * 1e6
+    print(f"{name} M={m} N={n} K={k}: floor {floor:.2f}, library {library:.2f}, chosen {times[chosen]:.2f} us")
+    for tile, time in sorted(times.items(), key=lambda item: item[1])[:4]:
+        print(f"    {time:8.2f} us  {tuple(tile)}", flush=True)
