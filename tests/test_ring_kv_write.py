@@ -1,9 +1,12 @@
 """ring_kv_write: the touched positions bit by bit, and nothing else, in every implementation."""
 
+import ctypes
+
 import pytest
 import torch
 
-from moss_kernels import ring_kv_write
+from moss_kernels import _library, ring_kv_write
+from moss_kernels.ring_kv_write import cuda_kernel
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import RingInputs
 
@@ -65,7 +68,7 @@ def test_triton_in_the_interpreter(tokens, capacity):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("capacity", [*CAPACITIES, 400])
 @pytest.mark.parametrize("tokens", [1, 5, 200])
 def test_kernels_on_the_gpu(tokens, capacity, head_dim, dtype, name):
@@ -119,3 +122,26 @@ def test_wrong_argument_is_named():
         ring_kv_write(qkv[..., 1:].contiguous(), *rest)
     with pytest.raises(TypeError, match=r"`ring_kv_write`: `offset` must be int64, got int32"):
         ring_kv_write(qkv, *rest[:-1], rest[-1].int())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("struct_size", 8, "`struct_size` must be .*, got 8"),
+        ("batch", 65536, r"`batch` must be 0 \.\. 65535, got 65536"),
+        ("heads", 0, r"`heads` must be 1 \.\. 65535, got 0"),
+        ("head_dim", 20, "`head_dim` must be a multiple of 8, got 20"),
+        ("capacity", 0, "`capacity` must be 1 .*, got 0"),
+        ("dtype", 3, "`dtype` must be a MossDtype, got 3"),
+        ("slots", None, "`slots` must not be null"),
+        ("ring_v", 0x1008, "`ring_v` must be aligned to 16 bytes, got 0x1008"),
+        ("offset", 0x1004, "`offset` must be aligned to 8 bytes, got 0x1004"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    pointers = dict.fromkeys(("qkv", "cos_sin", "ring_k", "ring_v", "slots", "valid", "offset"), 0x1000)
+    sizes = {"batch": 1, "tokens": 2, "heads": 2, "head_dim": 16, "capacity": 4}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.RingKvWriteParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.RingKvWriteParams(**header | sizes | pointers | {field: value})
+    with pytest.raises(ValueError, match=f"`ring_kv_write`: {message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64)
 
 # The start of the running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 _LOWEST = tl.constexpr(-3.0e38)
@@ -151,7 +151,7 @@ def ring_attention_kernel(
 
     if not CHUNK_IN_RING:
         if ONE_TILE:
-            visible = (query[None, :] < end) & (query[None, :] > earliest) & (query[None, :] <= query[:, None])
+            visible = (query[None, :] > earliest) & (query[None, :] <= query[:, None])
             result, total, highest = _attend(q, own_k, own_v, visible, result, total, highest, scale)
         else:
             for key_start in tl.range(tl.maximum(lowest, 0), end, BLOCK_QUERIES, num_stages=1):
