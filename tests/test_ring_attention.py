@@ -1,6 +1,9 @@
 """ring_attention against float64, in every implementation; what must not matter in its inputs is NaN."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingInputs
 
+ROOT = Path(__file__).parents[1]
 NULL = 5
 # (slot, valid tokens, offset): a full ragged batch with a young, an idle and a padding row, far and near offsets.
 ROWS = [(2, 40, 123_456), (0, 17, 3), (4, 1, 70), (3, 0, 9), (NULL, 0, 0), (1, 33, 1_000_003)]
@@ -34,7 +38,7 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def require_exact(attention, inputs: RingInputs, *, in_ring: bool, device="cpu") -> None:
     exact = inputs.exact_attention(chunk_in_ring=in_ring)
     out = inputs.to(device).attend(attention, chunk_in_ring=in_ring)
-    assert error(out, exact) < 2e-6
+    assert error(out, exact) < 5e-6  # scores of up to 20: half an ulp is 1e-6, and so is the error of a weight
     beyond = torch.arange(out.shape[1]) >= inputs.valid[:, None]
     assert (out.cpu()[beyond] == 0).all()
 
@@ -215,3 +219,10 @@ def test_triton_names_the_head_dims_it_takes():
     inputs = make_inputs(head_dim=20)
     with pytest.raises(NotImplementedError, match="head_dim of 16, 32, 64, got 20"):
         inputs.attend(triton_kernel.ring_attention_triton)
+
+
+def test_the_benchmark_checks_its_variants_without_a_gpu():
+    command = [sys.executable, "-m", "bench.bench_ring_attention", "--smoke"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 3 * len(RING_CASES)
+    assert all(line.endswith(" ok") for line in lines)
