@@ -141,7 +141,7 @@ def switched(options: argparse.Namespace):
     if "prefetch" in options.without:
         changes["PREFETCH_ROWS"] = 0
     if "dependent_launch" in options.without:
-        changes["dependent_launch"] = lambda device: False
+        changes["supports_dependent_launch"] = lambda device: False
     with mock.patch.multiple(triton_kernel, **changes):
         yield
 

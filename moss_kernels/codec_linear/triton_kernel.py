@@ -1,10 +1,10 @@
 """`codec_linear` in Triton: one program per tile of the output, or a library product between two small kernels."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+
+from moss_kernels.ring_attention.triton_kernel import supports_dependent_launch
 
 from .reference import NORM_EPS
 from .tiles import Tile, candidates, tile_for
@@ -152,16 +152,10 @@ def epilogue_kernel(
     tl.store(out_ptr + index, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@cache
-def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on a device may start before the kernel in front of them has ended (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def layer_norm_triton(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, out: torch.Tensor) -> None:
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
     m, k = x.shape
-    dependent = dependent_launch(x.device)
+    dependent = supports_dependent_launch(x.device)
     layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
         x,
         norm_weight,
@@ -203,7 +197,7 @@ def codec_linear_triton(
         normed = scratch[: m * k].view(m, k)
         layer_norm_triton(x, norm_weight, norm_bias, normed)
         x, norm_weight, norm_sums = normed, None, None
-    dependent = dependent_launch(x.device)
+    dependent = supports_dependent_launch(x.device)
     codec_linear_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
         x,
         weight,
@@ -267,33 +261,34 @@ def codec_linear_library(
 
 
 def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, object]]]:
-    """What to compile ahead of a launch: (kernel, signature, constexprs, options) of each variant in use."""
+    """What to compile ahead of a launch: (kernel, signature, constexprs, options) of each variant in use.
+
+    A launch passes sizes at run time, known as multiples of 16; here one size stands for them.
+    """
     specs = []
 
-    def add(kernel: triton.JITFunction, pointers: dict[str, str], scalars: str, options: dict, **constexprs: object):
-        signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()}
-        signature |= dict.fromkeys(scalars.split(), "i32") | dict.fromkeys(constexprs, "constexpr")
+    def add(kernel: triton.JITFunction, pointers: dict[str, str], options: dict, **constexprs: object) -> None:
+        kinds = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | dict.fromkeys(
+            constexprs, "constexpr"
+        )
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
         specs.append((kernel, signature, constexprs, options))
 
     for dtype, stream in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
-        dependent = {"launch_pdl": True}
+        names = {"weight": dtype, "norm_weight": dtype, "norm_sums": "fp32", "scale": dtype}
         for tile in candidates(torch.float32 if dtype == "fp32" else torch.bfloat16):
-            blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages} | dependent
+            sizes = {"n": 3072, "k": 1280, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
             flags = {"EVEN_K": True, "DEPENDENT": True, "PREFETCH": tile.block_m <= PREFETCH_ROWS}
-            names = {"weight": dtype, "norm_weight": dtype, "norm_sums": "fp32", "scale": dtype}
-            norm = {"x": stream if tile.norm_inside else dtype} | names | {"out": dtype}
-            residual = {"x": dtype} | names | {"out": stream}
-            for pointers, norm_inside, gelu, scaled in ((norm, tile.norm_inside, True, False), (residual, 0, 0, 1)):
-                kinds = {"NORM": bool(norm_inside), "GELU": bool(gelu), "RESIDUAL": bool(scaled)}
-                add(codec_linear_kernel, pointers, "m n k", options, **kinds, **flags, **blocks)
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+            for norm, gelu, residual in ((tile.norm_inside, True, False), (False, False, True)):
+                kinds = {"NORM": norm, "GELU": gelu, "RESIDUAL": residual}
+                pointers = {"x": stream if norm else dtype} | names | {"out": stream if residual else dtype}
+                add(codec_linear_kernel, pointers, options, **sizes, **kinds, **flags)
         pointers = {"x": stream, "norm_weight": dtype, "norm_bias": dtype, "out": dtype}
-        for block_k in (1024, 2048):
-            blocks = {"BLOCK_M": NORM_ROWS, "BLOCK_K": block_k}
-            options = {"num_warps": NORM_WARPS} | dependent
-            add(layer_norm_kernel, pointers, "m k", options, DEPENDENT=True, **blocks)
-        pointers = {"product": dtype, "scale": dtype, "out": stream}
-        options, block = {"num_warps": EPILOGUE_WARPS}, {"BLOCK": EPILOGUE_BLOCK}
-        add(epilogue_kernel, pointers, "size n", options, GELU=True, RESIDUAL=False, **block)
-        add(epilogue_kernel, pointers, "size n", options, GELU=False, RESIDUAL=True, **block)
+        for k, block_k in ((768, 1024), (1280, 2048)):
+            sizes = {"k": k, "BLOCK_M": NORM_ROWS, "BLOCK_K": block_k}
+            add(layer_norm_kernel, pointers, {"num_warps": NORM_WARPS, "launch_pdl": True}, DEPENDENT=True, **sizes)
+        pointers, options = {"product": dtype, "scale": dtype, "out": stream}, {"num_warps": EPILOGUE_WARPS}
+        for gelu in (True, False):
+            add(epilogue_kernel, pointers, options, n=3072, GELU=gelu, RESIDUAL=not gelu, BLOCK=EPILOGUE_BLOCK)
     return specs
