@@ -8,7 +8,7 @@ fresh state on, is as close to float32 offline decoding as the eager bfloat16 co
 import argparse
 import json
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -21,7 +21,7 @@ from moss_runtime.state.codec_slots import CodecSlots
 
 from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
-from moss_kernels.codec_linear import triton_kernel
+from moss_kernels.codec_linear import persistent_kernel, row_kernels, tile_kernel, triton_kernel
 from moss_kernels.testing.codec_weights import codec_weights
 
 ROOT = Path(__file__).parents[1]
@@ -137,12 +137,13 @@ def switched(options: argparse.Namespace):
         library = options.library_rows is not None and x.shape[0] >= options.library_rows and products_fit
         (triton_kernel.codec_linear_library if library else own)(*arguments)
 
-    changes = {"codec_linear_triton": by_rows}
-    if "prefetch" in options.without:
-        changes["PREFETCH_ROWS"] = 0
-    if "dependent_launch" in options.without:
-        changes["supports_dependent_launch"] = lambda device: False
-    with mock.patch.multiple(triton_kernel, **changes):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(triton_kernel, "codec_linear_triton", by_rows))
+        if "prefetch" in options.without:
+            stack.enter_context(mock.patch.object(tile_kernel, "PREFETCH_ROWS", 0))
+        if "dependent_launch" in options.without:
+            for module in (tile_kernel, persistent_kernel, row_kernels):
+                stack.enter_context(mock.patch.object(module, "supports_dependent_launch", lambda device: False))
         yield
 
 

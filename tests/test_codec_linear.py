@@ -138,14 +138,21 @@ def test_tiles_fill_the_multiprocessors_or_are_the_smallest(dtype):
             assert tile.block_m == 16 or tile.block_m < 2 * m
 
 
+TILES = {
+    "norm_inside": Tile(16, 16, 32, 4, 2, True),
+    "norm_outside": Tile(16, 16, 32, 4, 2, False),
+    "epilogue_in_parts": Tile(16, 128, 32, 4, 2, True),
+    "persistent": Tile(16, 64, 32, 4, 2, False, persistent=2),
+}
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 24, 40), (16, 16, 32), (33, 17, 64)])
-@pytest.mark.parametrize("norm_inside", [True, False])
-def test_triton_in_the_interpreter(kind, m, n, k, norm_inside):
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 24, 40), (16, 16, 32), (33, 17, 64), (70, 200, 48)])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_triton_in_the_interpreter(kind, m, n, k, tile):
     arguments = make_arguments(kind, m, n, k)
     expected = reference(arguments)
-    tile = Tile(16, 16, 32, 4, 2, norm_inside)
     triton_kernel.codec_linear_triton(*positional(arguments), tile=tile)
     torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
 
@@ -184,7 +191,7 @@ def test_every_tile(kind, tile):
     """Uneven in every dimension."""
     arguments = make_arguments(kind, 147, 304, 400, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
-    for norm_inside in (True, False):
+    for norm_inside in {tile.norm_inside, False}:
         copy = arguments | {"out": arguments["out"].clone()}
         triton_kernel.codec_linear_triton(*positional(copy), tile=tile._replace(norm_inside=norm_inside))
         assert errors(copy["out"], exact) <= 1.25 * errors(eager, exact)

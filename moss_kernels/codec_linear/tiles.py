@@ -14,6 +14,7 @@ class Tile(NamedTuple):
         warps, stages: of the compiled kernel.
         norm_inside: True: LayerNorm is part of the product's kernel, whose programs all compute the statistics of
             their rows. False: a kernel of its own writes normalised rows first.
+        persistent: 0: one program per tile. Otherwise programs per multiprocessor that go from tile to tile.
     """
 
     block_m: int
@@ -22,10 +23,12 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     norm_inside: bool
+    persistent: int = 0
 
 
 # Large tiles read less per product, small ones keep all multiprocessors busy. Largest first.
 _BF16_TILES = (
+    Tile(128, 256, 64, 8, 4, False, persistent=1),
     Tile(128, 128, 64, 8, 3, False),
     Tile(128, 64, 64, 4, 4, False),
     Tile(64, 64, 64, 4, 5, False),
@@ -42,6 +45,8 @@ _FP32_TILES = (
 )
 # Programs that a tile must give to be chosen: most multiprocessors have work, in few waves.
 _ENOUGH_PROGRAMS = 88
+# Of a persistent tile more: its programs take several each, or there is nothing to overlap.
+_ENOUGH_PERSISTENT_TILES = 528
 
 
 def programs(tile: Tile, m: int, n: int) -> int:
@@ -58,6 +63,7 @@ def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
     """The tile for an output of m rows and n columns: the largest that still gives most multiprocessors work."""
     tiles = candidates(dtype)
     for tile in tiles[:-1]:
-        if (m > tile.block_m // 2 or tile.block_m == 16) and programs(tile, m, n) >= _ENOUGH_PROGRAMS:
+        enough = _ENOUGH_PERSISTENT_TILES if tile.persistent else _ENOUGH_PROGRAMS
+        if (m > tile.block_m // 2 or tile.block_m == 16) and programs(tile, m, n) >= enough:
             return tile
     return tiles[-1]
