@@ -1,13 +1,22 @@
 """The codec chunk step: offline audio for every cut, and what it leaves alone."""
 
+import importlib
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moss_runtime.graphs import CodecChunk
+from moss_runtime.graphs import CodecChunk, codec_chunk
 from moss_runtime.graphs.codec_weights import code_table, stage_weights
 from moss_runtime.model.codec import Codec
 
+from moss_kernels.testing.compare import implementation
+
+ROOT = Path(__file__).parents[1]
 FRAMES = 61
 TOLERANCE = 1e-5  # of the peak
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -210,3 +219,38 @@ def test_no_rows_and_no_frames(stereo):
     chunk = CodecChunk(stereo, 2, max_batch=2)
     assert chunk(torch.zeros(0, 3, 12, dtype=torch.int64), [], []).shape == (0, 2, 24)
     assert chunk(torch.zeros(2, 0, 12, dtype=torch.int64), [0, 1], [0, 0]).shape == (2, 2, 0)
+
+
+@pytest.mark.interpreter
+def test_the_step_of_triton_kernels_is_the_recorded_audio(golden, monkeypatch):
+    """Every kernel of the step, as a GPU would run them, on two rows and three chunks."""
+    recorded = golden("codec")
+    codec = Codec.from_pretrained(recorded.directory)
+    for op in ("codec_linear", "dequantize_codes", "ring_attention", "ring_kv_write"):
+        module = importlib.import_module(f"moss_kernels.{op}")
+        monkeypatch.setattr(codec_chunk, op, partial(_launch, op, module._check, implementation(op, "triton")))
+    chunk = CodecChunk(codec, 3, max_batch=2, frames=(6,))
+    poison(chunk)
+    codes = recorded.expected["codes"].permute(1, 2, 0)[:2]
+    audio = torch.cat([chunk(part, [2, 0], [part.shape[1]] * 2) for part in codes[:, :15].split(6, dim=1)], dim=2)
+    assert_close(audio, recorded.expected["offline.audio"][:2, :, : 15 * 8])
+
+
+def _launch(op, check, kernel, *arguments, **options):
+    """Calls a kernel with the arguments of its op, in the op's order."""
+    names = [argument.name for argument in getattr(torch.ops.moss, op).default._schema.arguments]
+    if op == "codec_linear":
+        options |= dict(zip(("x", "weight", "out"), arguments, strict=False))
+        arguments = [options.get(name, False if name == "gelu" else None) for name in names]
+    check(*arguments)
+    kernel(*arguments)
+
+
+def test_the_benchmark_runs_without_a_gpu():
+    command = [sys.executable, "-m", "bench.bench_codec_chunk", "--smoke"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[:2] for line in lines if line.endswith(" ok")] == [
+        [f"codec_chunk/B3/T4{rings}", impl]
+        for rings in ("", "/young")
+        for impl in ("runtime", "runtime_fp32_residual", "torch_graph")
+    ]

@@ -6,8 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def gelu(x):
-    """The exact GELU, in float32."""
-    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    """The exact GELU, x * (1 + erf(x / sqrt 2)) / 2, in float32 to 3e-7.
+
+    By formula 7.1.26 of Abramowitz and Stegun, erfc(z) = exp(-z^2) * polynomial in 1 / (1 + 0.3275911 z) for z >= 0:
+    half the instructions of a library erf, which would take almost as long as the product in front of it.
+    """
+    magnitude = tl.abs(x)
+    root = tl.math.rsqrt(1.0 + 0.23164189 * magnitude)
+    t = root * root
+    polynomial = t * (0.12741479 + t * (-0.14224838 + t * (0.71070688 + t * (-0.72657601 + t * 0.53070271))))
+    tail = polynomial * tl.exp2(-0.72134752 * x * x)
+    return tl.maximum(x, 0.0) - magnitude * tail
 
 
 @triton.jit
