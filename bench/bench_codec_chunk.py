@@ -21,7 +21,7 @@ from moss_runtime.state.codec_slots import CodecSlots
 
 from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
-from moss_kernels.codec_linear import persistent_kernel, row_kernels, tile_kernel, triton_kernel
+from moss_kernels.codec_linear import persistent_kernel, row_kernels, stream_kernel, tile_kernel, triton_kernel
 from moss_kernels.testing.codec_weights import codec_weights
 
 ROOT = Path(__file__).parents[1]
@@ -140,9 +140,9 @@ def switched(options: argparse.Namespace):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton_kernel, "codec_linear_triton", by_rows))
         if "prefetch" in options.without:
-            stack.enter_context(mock.patch.object(tile_kernel, "PREFETCH_ROWS", 0))
+            stack.enter_context(mock.patch.object(stream_kernel, "PREFETCH", False))
         if "dependent_launch" in options.without:
-            for module in (tile_kernel, persistent_kernel, row_kernels):
+            for module in (stream_kernel, tile_kernel, persistent_kernel, row_kernels):
                 stack.enter_context(mock.patch.object(module, "supports_dependent_launch", lambda device: False))
         yield
 

@@ -59,13 +59,10 @@ def codec_linear_persistent(
 ) -> None:
     """The part of `codec_linear` after the norm; x [M, K] has the dtype of `weight`."""
     (m, k), n = x.shape, weight.shape[0]
-    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    # A smaller grid where there is no device: the interpreter's.
-    places = tile.persistent
-    if x.is_cuda:
-        places *= torch.cuda.get_device_properties(x.device).multi_processor_count
+    # The interpreter has no multiprocessors.
+    places = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     dependent = supports_dependent_launch(x.device)
-    codec_linear_persistent_kernel[(min(tiles, places),)](
+    codec_linear_persistent_kernel[(min(tile.count(m, n), tile.resident * places),)](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
         scale,

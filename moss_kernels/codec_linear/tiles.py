@@ -1,6 +1,6 @@
-"""Which tile of the output one program of `codec_linear` computes: a table, so that nothing is tuned at run time."""
+"""Which kernel and which tile of the output `codec_linear` uses: a table, so that nothing is tuned at run time."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -9,49 +9,47 @@ class Tile(NamedTuple):
     """A launch configuration.
 
     Attributes:
+        kind: `stream`, `tile` or `persistent`: the kernel, each in the file of that name.
         block_m, block_n: rows and columns of the output tile.
-        block_k: step of the loop over K.
+        block_k: step of the loop over K; of a `stream` kernel the part of it that one warp takes.
         warps, stages: of the compiled kernel.
-        norm_inside: True: LayerNorm is part of the product's kernel, whose programs all compute the statistics of
-            their rows. False: a kernel of its own writes normalised rows first.
-        persistent: 0: one program per tile. Otherwise programs per multiprocessor that go from tile to tile.
+        resident: programs that a `persistent` kernel keeps on a multiprocessor.
     """
 
+    kind: Literal["stream", "tile", "persistent"]
     block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
-    norm_inside: bool
-    persistent: int = 0
+    resident: int = 1
+
+    def count(self, m: int, n: int) -> int:
+        """Number of tiles that cover an output of m rows and n columns."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
 
 
 # Large tiles read less per product, small ones keep all multiprocessors busy. Largest first.
 _BF16_TILES = (
-    Tile(128, 256, 64, 8, 4, False, persistent=1),
-    Tile(128, 128, 64, 8, 3, False),
-    Tile(128, 64, 64, 4, 4, False),
-    Tile(64, 64, 64, 4, 5, False),
-    Tile(64, 32, 128, 4, 4, True),
-    Tile(32, 32, 128, 4, 5, True),
-    Tile(32, 16, 128, 4, 5, True),
-    Tile(16, 16, 256, 4, 5, True),
-    Tile(16, 8, 256, 4, 6, True),
+    Tile("persistent", 128, 256, 64, 8, 4),
+    Tile("tile", 128, 128, 64, 8, 3),
+    Tile("tile", 128, 64, 64, 4, 4),
+    Tile("tile", 64, 64, 64, 4, 5),
+    Tile("stream", 64, 32, 16, 8, 4),
+    Tile("stream", 64, 16, 32, 4, 5),
+    Tile("stream", 32, 32, 32, 4, 5),
+    Tile("stream", 32, 16, 64, 4, 5),
+    Tile("stream", 16, 16, 64, 4, 5),
+    Tile("stream", 16, 8, 64, 4, 6),
 )
 _FP32_TILES = (
-    Tile(64, 64, 32, 8, 3, False),
-    Tile(32, 32, 32, 4, 3, True),
-    Tile(16, 16, 64, 4, 3, True),
+    Tile("tile", 64, 64, 32, 8, 3),
+    Tile("tile", 32, 32, 32, 4, 3),
+    Tile("stream", 16, 16, 16, 4, 3),
 )
-# Programs that a tile must give to be chosen: most multiprocessors have work, in few waves.
-_ENOUGH_PROGRAMS = 88
-# Of a persistent tile more: its programs take several each, or there is nothing to overlap.
-_ENOUGH_PERSISTENT_TILES = 528
-
-
-def programs(tile: Tile, m: int, n: int) -> int:
-    """Number of tiles that cover an output of m rows and n columns."""
-    return -(-m // tile.block_m) * -(-n // tile.block_n)
+# Tiles that an output must have to be cut that way: most multiprocessors have work. Of persistent programs each takes
+# several tiles, or there is nothing to overlap.
+_ENOUGH = {"stream": 88, "tile": 88, "persistent": 528}
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:
@@ -63,7 +61,7 @@ def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
     """The tile for an output of m rows and n columns: the largest that still gives most multiprocessors work."""
     tiles = candidates(dtype)
     for tile in tiles[:-1]:
-        enough = _ENOUGH_PERSISTENT_TILES if tile.persistent else _ENOUGH_PROGRAMS
-        if (m > tile.block_m // 2 or tile.block_m == 16) and programs(tile, m, n) >= enough:
+        fits = m > tile.block_m // 2 or tile.block_m == 16
+        if fits and tile.count(m, n) >= _ENOUGH[tile.kind]:
             return tile
     return tiles[-1]

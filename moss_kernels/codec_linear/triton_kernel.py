@@ -15,7 +15,8 @@ from .row_kernels import (
     layer_norm,
     layer_norm_kernel,
 )
-from .tile_kernel import PART, PREFETCH_ROWS, codec_linear_kernel, codec_linear_tiles
+from .stream_kernel import codec_linear_stream, codec_linear_stream_kernel
+from .tile_kernel import PART, codec_linear_tile_kernel, codec_linear_tiles
 from .tiles import Tile, candidates, tile_for
 
 
@@ -40,14 +41,15 @@ def codec_linear_triton(
     if m == 0:
         return
     tile = tile or tile_for(m, weight.shape[0], weight.dtype)
-    if norm_weight is not None and not tile.norm_inside:
+    if tile.kind == "stream":
+        return codec_linear_stream(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
+    if norm_weight is not None:
         normed = scratch[: m * k].view(m, k)
         layer_norm(x, norm_weight, norm_bias, normed)
-        x, norm_weight, norm_sums = normed, None, None
-    if tile.persistent and x.dtype == weight.dtype:
-        codec_linear_persistent(x, weight, gelu, scale, out, tile)
-    else:
-        codec_linear_tiles(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
+        x = normed
+    # The copy engine does not convert: a float32 stream into bfloat16 weights goes tile by tile.
+    persistent = tile.kind == "persistent" and x.dtype == weight.dtype
+    return (codec_linear_persistent if persistent else codec_linear_tiles)(x, weight, gelu, scale, out, tile)
 
 
 def codec_linear_library(
@@ -93,19 +95,21 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
         for tile in candidates(torch.float32 if dtype == "fp32" else torch.bfloat16):
             sizes = {"n": 3072, "k": 1280, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
             options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
-            for norm, gelu, residual in ((tile.norm_inside, True, False), (False, False, True)):
-                kinds = {"GELU": gelu, "RESIDUAL": residual, "DEPENDENT": True}
-                out = {"out_ptr": residual_stream if residual else own}
-                if tile.persistent:
-                    x = {"x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"}
-                    x |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>", "scale_ptr": own}
+            for gelu in (True, False):
+                kinds = {"GELU": gelu, "RESIDUAL": not gelu, "DEPENDENT": True}
+                pointers = {"x_ptr": own} | weights | {"out_ptr": own if gelu else residual_stream}
+                if tile.kind == "stream":
+                    pointers |= {"x_ptr": residual_stream if gelu else own}
+                    kinds |= {"NORM": gelu, "EVEN_K": True, "PREFETCH": True, "SLICES": tile.warps}
+                    add(codec_linear_stream_kernel, pointers, options, **sizes, **kinds)
+                elif tile.kind == "tile":
+                    part = min(PART, tile.block_n)
+                    add(codec_linear_tile_kernel, pointers, options, **sizes, **kinds, EVEN_K=True, PART=part)
+                else:
                     part = min(PERSISTENT_PART, tile.block_n)
-                    add(codec_linear_persistent_kernel, x | out, options, **sizes, **kinds, PART=part)
-                    continue
-                kinds |= {"NORM": norm, "EVEN_K": True, "PREFETCH": tile.block_m <= PREFETCH_ROWS}
-                x = {"x_ptr": residual_stream if norm else own}
-                part = min(PART, tile.block_n)
-                add(codec_linear_kernel, x | weights | out, options, **sizes, **kinds, PART=part)
+                    pointers |= {"x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"}
+                    pointers |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"}
+                    add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds, PART=part)
         rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
         for k, block_k in ((768, 1024), (1280, 2048)):
             options = {"num_warps": NORM_WARPS, "launch_pdl": True}
