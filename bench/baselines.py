@@ -42,7 +42,8 @@ def sample_torch_ops(
     probs = ordered.softmax(1)
     probs = probs.masked_fill(probs.cumsum(1) - probs > top_p[rows, None], 0.0)
     drawn = order.gather(1, probs.multinomial(1))[:, 0]
-    seen[rows, codebook, drawn] = True
+    # A Python scalar would be copied from the host, which a capture forbids.
+    seen[rows, codebook, drawn] = torch.ones_like(drawn, dtype=torch.bool)
     code.copy_(drawn)
 
 

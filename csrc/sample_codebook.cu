@@ -20,6 +20,14 @@ struct BlockSync {
     else
       __syncthreads();
   }
+  __device__ static __forceinline__ bool any(bool value) {
+    if constexpr (THREADS == 32) {
+      __syncwarp();
+      return __any_sync(0xffffffffu, value);
+    } else {
+      return __syncthreads_or(value);
+    }
+  }
 };
 
 __device__ __forceinline__ float to_float(float value) { return value; }
@@ -80,12 +88,13 @@ __global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCo
                                     static_cast<uint32_t>(params.channel));
   const int64_t words = (params.vocab + 31) / 32;
   int32_t* seen = params.seen ? params.seen + (row * params.codebooks + params.codebook) * words : nullptr;
+  const uint32_t bits = seen ? seen_bits<EPT>(seen, params.vocab, tid) : 0u;
   const SampleResult result =
-      sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, seen, tid);
+      sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, bits, tid);
   if (tid == 0) {
     *code = result.code;
     params.status[b] = result.status;
-    if (seen && !(result.status & kStatusEmpty)) seen[result.code >> 5] |= 1 << (result.code & 31);
+    if (seen && !(result.status & kStatusEmpty)) atomicOr(&seen[result.code >> 5], 1 << (result.code & 31));
   }
 }
 

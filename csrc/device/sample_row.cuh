@@ -2,8 +2,8 @@
 // the logits and the parameters alone. Shared by sample_codebook and local_frame_decode.
 //
 // Thread t holds the scores of ids t*EPT .. t*EPT+EPT-1. Two ways lead to the same code:
-//   list   a histogram of the distance to the maximum bounds the top_k set; when it holds at most 64 codes, one warp
-//          finishes the draw on that list (the usual case: 3 block barriers in all);
+//   list   a histogram of the scores bounds the top_k set; when that holds at most 64 codes (the usual case), sums over
+//          all pairs of them replace sorting;
 //   radix  otherwise exact radix selection of the top_k and top_p thresholds over all ids.
 #pragma once
 #include <cstdint>
@@ -26,28 +26,28 @@ struct SampleResult {
   int status;
 };
 
-constexpr int kSampleBins = 512;
-constexpr float kBinsPerNat = 32.0f;
+constexpr int kSampleBins = 128;
 constexpr int kListCapacity = 64;
 
+// Sync::sync() is a barrier of the THREADS threads; Sync::any(p) is one that also tells whether p held in any thread.
 template <int THREADS>
 struct SampleShared {
   static constexpr int kWarps = THREADS / 32;
   union {
-    uint32_t bins[kSampleBins];
+    alignas(16) uint32_t bins[256];
     unsigned long long weight_bins[256];
+    unsigned long long pair_sums[kWarps][kListCapacity];
   };
   unsigned long long list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
-  uint32_t list_weight[kListCapacity];
   unsigned long long warp_sum[kWarps];
-  uint32_t warp_key[kWarps];
-  uint32_t warp_flags[kWarps];
+  alignas(16) uint32_t warp_key[kWarps];
+  alignas(16) uint32_t warp_low[kWarps];
   uint32_t list_count;
   uint32_t digit;
   uint32_t below;
-  unsigned long long weight_before;
   uint32_t edge_weight;
-  SampleResult result;
+  unsigned long long weight_before;
+  int code;
 };
 
 // Order-preserving map of a float to an unsigned integer, -0.0 equal to +0.0. No float maps to 0 but a NaN, so 0 is free
@@ -120,66 +120,89 @@ __device__ __forceinline__ unsigned long long block_exclusive_scan(unsigned long
   return before + inclusive - value;
 }
 
-// Finishes the draw in warp 0 on the `count` codes of the list, a superset of the top_k set.
-template <int SLOTS, typename Shared>
-__device__ __forceinline__ void draw_from_list(Shared& shared, int count, int top_k, bool top_p_on, uint32_t top_p_fixed,
-                                               uint32_t word, int lane) {
-  unsigned long long order[SLOTS];
+// Bits of the EPT ids of thread `tid` in a packed history.
+template <int EPT>
+__device__ __forceinline__ uint32_t seen_bits(const int32_t* seen, int vocab, int tid) {
+  static_assert(32 % EPT == 0);
+  const int id = tid * EPT;
+  return id < vocab ? static_cast<uint32_t>(seen[id >> 5]) >> (id & 31) : 0u;
+}
+
+// Sums over all pairs of listed codes: warp w adds the codes w, w + W, ... to the sums of the lane's code, then the warps'
+// parts are added. `add(other order, other weight, sum)`; every warp gets every sum. One barrier.
+template <int SLOTS, typename Sync, typename Shared, typename Add>
+__device__ __forceinline__ void sum_pairs(Shared& shared, const uint32_t (&weight)[SLOTS], int count, int lane, int warp,
+                                          unsigned long long (&sum)[SLOTS], Add&& add) {
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) sum[i] = 0;
+#pragma unroll 4
+  for (int j = warp; j < count; j += Shared::kWarps) {
+    const unsigned long long other = shared.list_order[j];
+    const uint32_t other_weight = __shfl_sync(0xffffffffu, SLOTS > 1 && j >= 32 ? weight[SLOTS - 1] : weight[0], j & 31);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) add(i, other, other_weight);
+  }
+  if constexpr (Shared::kWarps > 1) {
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) shared.pair_sums[warp][lane + 32 * i] = sum[i];
+    Sync::sync();
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      sum[i] = 0;
+#pragma unroll
+      for (int w = 0; w < Shared::kWarps; ++w) sum[i] += shared.pair_sums[w][lane + 32 * i];
+    }
+  }
+}
+
+// Finishes the draw on the `count` codes of the list, a superset of the top_k set. Every warp arrives at the code.
+template <int SLOTS, typename Sync, typename Shared>
+__device__ __forceinline__ int draw_from_list(Shared& shared, int count, float max_value, int top_k, bool top_p_on,
+                                              unsigned long long top_p_fixed, uint32_t word, int lane, int warp) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  unsigned long long order[SLOTS], sum[SLOTS] = {};
   uint32_t weight[SLOTS];
-  int greater[SLOTS];
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    const int index = lane + 32 * i;
-    order[i] = index < count ? shared.list_order[index] : 0ull;
-    weight[i] = index < count ? shared.list_weight[index] : 0u;
-    greater[i] = 0;
+    const bool listed = lane + 32 * i < count;
+    order[i] = listed ? shared.list_order[lane + 32 * i] : 0ull;
+    const float value = key_value(static_cast<uint32_t>(order[i] >> 32));
+    weight[i] = listed ? integer_weight(value == max_value ? 0.0f : __fsub_rn(value, max_value)) : 0u;
   }
-  for (int j = 0; j < count; ++j) {
-    const uint32_t key = static_cast<uint32_t>(shared.list_order[j] >> 32);
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) greater[i] += key > static_cast<uint32_t>(order[i] >> 32);
-  }
+  // The weight before each code in the low bits, the number of codes strictly above it in the high ones. Codes that top_k
+  // drops come after all that it keeps, so they need not be gone yet.
+  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
+    sum[i] += (other > order[i] ? other_weight : 0u) +
+              (static_cast<unsigned long long>((other >> 32) > (order[i] >> 32)) << 48);
+  });
   unsigned long long total = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
     // A code stays when fewer than k codes are strictly above it: ties at the edge all stay.
-    if (greater[i] >= top_k) weight[i] = 0, order[i] = 0;
-    if (lane + 32 * i < count) shared.list_weight[lane + 32 * i] = weight[i];
+    if (static_cast<int>(sum[i] >> 48) >= top_k) weight[i] = 0;
     total += warp_sum_wide(weight[i]);
   }
-  __syncwarp();
   if (top_p_on) {
     const unsigned long long bound = scaled(top_p_fixed, total);
-    unsigned long long before[SLOTS] = {};
-    for (int j = 0; j < count; ++j) {
-      const unsigned long long other = shared.list_order[j];
-      const uint32_t other_weight = shared.list_weight[j];
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) before[i] += other > order[i] ? other_weight : 0u;
-    }
-    __syncwarp();
     total = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      if (before[i] > bound) weight[i] = 0;
-      if (lane + 32 * i < count) shared.list_weight[lane + 32 * i] = weight[i];
+      if ((sum[i] & ((1ull << 48) - 1)) > bound) weight[i] = 0;
       total += warp_sum_wide(weight[i]);
     }
-    __syncwarp();
   }
+  if constexpr (Shared::kWarps > 1) Sync::sync();
+  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
+    sum[i] += static_cast<uint32_t>(other) >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
+  });
   const unsigned long long target = scaled(word, total);
-  unsigned long long inclusive[SLOTS] = {};
-  for (int j = 0; j < count; ++j) {
-    const uint32_t inverse_id = static_cast<uint32_t>(shared.list_order[j]);
-    const uint32_t other_weight = shared.list_weight[j];
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) inclusive[i] += inverse_id >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
-  }
+  uint32_t code = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    if (weight[i] != 0 && inclusive[i] > target && inclusive[i] - weight[i] <= target)
-      shared.result.code = static_cast<int>(~static_cast<uint32_t>(order[i]));
+    if (weight[i] != 0 && sum[i] > target && sum[i] - weight[i] <= target) code = ~static_cast<uint32_t>(order[i]);
   }
+  // One lane has it; the others hold 0.
+  return static_cast<int>(__reduce_or_sync(kAll, code));
 }
 
 // The k-th highest key by radix selection (the block holds more than k candidates).
@@ -264,18 +287,18 @@ __device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t 
   return prefix;
 }
 
-// Draws one code. `score`: EPT raw logits per thread in fp32 (ids >= vocab are ignored); `seen`: packed bits of the
-// codes that the request has generated in this codebook, or null. All threads return the same result; a barrier has
-// passed since `shared.result` was written, and one is needed before `shared` is used again.
+// Draws one code. `score`: EPT raw logits per thread in fp32 (ids >= vocab are ignored); `seen`: bit e says that the
+// request has generated the thread's id e in this codebook. All threads return the same result; a barrier is needed
+// before `shared` is used again.
 template <int THREADS, int EPT, typename Sync>
 __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared, float (&score)[EPT], int vocab,
-                                                   const SampleParams& params, const int32_t* seen, int tid) {
+                                                   const SampleParams& params, uint32_t seen, int tid) {
   constexpr int kWarps = THREADS / 32;
   constexpr uint32_t kAll = 0xffffffffu;
   const int lane = tid & 31, warp = tid >> 5;
   const float infinity = __int_as_float(0x7f800000);
   const bool greedy = !(params.temperature >= 1e-5f);
-  const bool penalised = seen != nullptr && params.repetition_penalty > 0.0f && params.repetition_penalty != 1.0f;
+  const bool penalised = params.repetition_penalty > 0.0f && params.repetition_penalty != 1.0f;
   const int top_k = params.top_k;
   const bool top_k_on = top_k > 0 && top_k < vocab;
   const bool top_p_on = params.top_p > 0.0f && params.top_p < 1.0f;
@@ -285,7 +308,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
 
   uint32_t key[EPT];
   float value[EPT];
-  uint32_t flags = 0, infinite = 0, max_key = 0;
+  uint32_t infinite = 0, max_key = 0, min_key = kAll;
+  bool nonfinite = false;
 #pragma unroll
   for (int e = 0; e < EPT; ++e) {
     const int id = tid * EPT + e;
@@ -293,31 +317,39 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     value[e] = 0.0f;
     if (id >= vocab) continue;
     float s = score[e];
-    if (penalised && ((seen[id >> 5] >> (id & 31)) & 1))
+    if (penalised && ((seen >> e) & 1u))
       s = s < 0.0f ? __fmul_rn(s, params.repetition_penalty) : __fdiv_rn(s, params.repetition_penalty);
-    if (s != s) {
-      flags |= 1u;
-    } else if (s != -infinity) {
-      if (s == infinity) flags |= 2u, infinite |= 1u << e;
-      value[e] = greedy ? s : __fdiv_rn(s, params.temperature);
+    nonfinite |= !(s < infinity);
+    if (s > -infinity) {
+      infinite |= static_cast<uint32_t>(s == infinity) << e;
+      // An infinite score stays one whatever the temperature: inf / inf would be NaN.
+      value[e] = greedy || s == infinity ? s : __fdiv_rn(s, params.temperature);
       key[e] = order_key(value[e]);
       max_key = max(max_key, key[e]);
+      min_key = min(min_key, key[e]);
     }
   }
   max_key = __reduce_max_sync(kAll, max_key);
-  flags = __reduce_or_sync(kAll, flags);
-  if (lane == 0) shared.warp_key[warp] = max_key, shared.warp_flags[warp] = flags;
-  Sync::sync();
+  min_key = __reduce_min_sync(kAll, min_key);
+  if (lane == 0) shared.warp_key[warp] = max_key, shared.warp_low[warp] = min_key;
+  nonfinite = Sync::any(nonfinite);
+  if constexpr (kWarps % 4 == 0) {
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) max_key = max(max_key, shared.warp_key[w]), flags |= shared.warp_flags[w];
-  if (flags & 2u) {
+    for (int w = 0; w < kWarps; w += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(&shared.warp_key[w]);
+      max_key = max(max_key, max(max(four.x, four.y), max(four.z, four.w)));
+      const uint4 low = *reinterpret_cast<const uint4*>(&shared.warp_low[w]);
+      min_key = min(min_key, min(min(low.x, low.y), min(low.z, low.w)));
+    }
+  }
+  SampleResult result;
+  result.status = nonfinite ? kStatusNonfinite : 0;
+  if (nonfinite && Sync::any(infinite != 0)) {
     // With +inf present only the +inf codes stay: a finite score that overflowed in the division must go.
 #pragma unroll
     for (int e = 0; e < EPT; ++e)
       if (!((infinite >> e) & 1u)) key[e] = 0;
   }
-  SampleResult result;
-  result.status = flags ? kStatusNonfinite : 0;
   if (max_key == 0) {
     result.status |= kStatusEmpty;
     result.code = 0;
@@ -340,78 +372,74 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   }
 
   const float max_value = key_value(max_key);
-  uint32_t weight[EPT];
-  int bin[EPT];
-#pragma unroll
-  for (int e = 0; e < EPT; ++e) {
-    const float u = key[e] == max_key ? 0.0f : __fsub_rn(value[e], max_value);
-    weight[e] = key[e] ? integer_weight(u) : 0u;
-    bin[e] = key[e] ? min(kSampleBins - 1, static_cast<int>(-u * kBinsPerNat)) : kSampleBins;
-  }
-
   // p * 2^32 is exact in fp64 and has a unique nearest integer.
   const unsigned long long top_p_fixed =
       static_cast<unsigned long long>(__double2ull_rn(static_cast<double>(params.top_p) * 4294967296.0));
+  const auto below_max = [&](int e) { return key[e] == max_key ? 0.0f : __fsub_rn(max_value, value[e]); };
 
   bool select_k = false;
   if (top_k_on) {
+    // Bins of equal width from the maximum to the minimum. Any monotone map would do: what shares the edge bin with the
+    // k-th code is listed too, and the list is exact.
+    const float range = __fsub_rn(max_value, key_value(min_key));
+    const float bins_per_unit = range > 0.0f && range < infinity ? __fdividef(kSampleBins, range) : 0.0f;
+    int bin[EPT];
 #pragma unroll
-    for (int e = 0; e < EPT; ++e)
+    for (int e = 0; e < EPT; ++e) {
+      bin[e] = key[e] ? min(kSampleBins - 1, static_cast<int>(below_max(e) * bins_per_unit)) : kSampleBins;
       if (key[e]) atomicAdd(&shared.bins[bin[e]], 1u);
+    }
     Sync::sync();
     // Every warp finds the bin of the k-th code for itself: no barrier is needed to share it.
-    uint32_t count[kSampleBins / 32], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kSampleBins / 32; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(&shared.bins[lane * (kSampleBins / 32) + i]);
-      count[i] = four.x, count[i + 1] = four.y, count[i + 2] = four.z, count[i + 3] = four.w;
-      sum += four.x + four.y + four.z + four.w;
-    }
-    const uint32_t inclusive = warp_inclusive_scan(sum, lane);
+    const uint4 count = *reinterpret_cast<const uint4*>(&shared.bins[lane * 4]);
+    const uint32_t to_x = count.x, to_y = to_x + count.y, to_z = to_y + count.z, to_w = to_z + count.w;
+    const uint32_t inclusive = warp_inclusive_scan(to_w, lane), before = inclusive - to_w;
     const uint32_t wanted = static_cast<uint32_t>(top_k);
     const uint32_t candidates = __shfl_sync(kAll, inclusive, 31);
+    const uint32_t reached = __ballot_sync(kAll, inclusive >= wanted);
     int edge_bin = kSampleBins - 1;
     uint32_t listed = candidates;
-    const uint32_t reached = __ballot_sync(kAll, inclusive >= wanted);
     if (reached) {
+      const uint32_t missing = wanted - before;
+      const int step = missing <= to_x ? 0 : missing <= to_y ? 1 : missing <= to_z ? 2 : 3;
+      const uint32_t through = before + (step == 0 ? to_x : step == 1 ? to_y : step == 2 ? to_z : to_w);
       const int owner = __ffs(reached) - 1;
-      uint32_t running = inclusive - sum;
-      int local_bin = 0;
-      uint32_t local_listed = 0;
-#pragma unroll
-      for (int i = 0; i < kSampleBins / 32; ++i) {
-        const bool crosses = running < wanted && running + count[i] >= wanted;
-        running += count[i];
-        if (crosses) local_bin = lane * (kSampleBins / 32) + i, local_listed = running;
-      }
-      edge_bin = __shfl_sync(kAll, local_bin, owner);
-      listed = __shfl_sync(kAll, local_listed, owner);
+      edge_bin = __shfl_sync(kAll, lane * 4 + step, owner);
+      listed = __shfl_sync(kAll, through, owner);
     }
     if (listed <= kListCapacity) {
+      uint32_t chosen[EPT], mine = 0;
 #pragma unroll
       for (int e = 0; e < EPT; ++e) {
-        if (key[e] && bin[e] <= edge_bin) {
-          const uint32_t at = atomicAdd(&shared.list_count, 1u);
-          shared.list_order[at] = (static_cast<unsigned long long>(key[e]) << 32) | ~static_cast<uint32_t>(tid * EPT + e);
-          shared.list_weight[at] = weight[e];
+        chosen[e] = __ballot_sync(kAll, bin[e] <= edge_bin);
+        mine += __popc(chosen[e]);
+      }
+      if (mine) {
+        uint32_t at = 0;
+        if (lane == 0) at = atomicAdd(&shared.list_count, mine);
+        at = __shfl_sync(kAll, at, 0);
+#pragma unroll
+        for (int e = 0; e < EPT; ++e) {
+          if (bin[e] <= edge_bin)
+            shared.list_order[at + __popc(chosen[e] & ((1u << lane) - 1u))] =
+                (static_cast<unsigned long long>(key[e]) << 32) | ~static_cast<uint32_t>(tid * EPT + e);
+          at += __popc(chosen[e]);
         }
       }
       Sync::sync();
-      if (warp == 0) {
-        const uint32_t fixed = static_cast<uint32_t>(top_p_fixed);
-        const int length = static_cast<int>(listed);
-        if (length <= 32)
-          draw_from_list<1>(shared, length, top_k, top_p_on, fixed, params.word, lane);
-        else
-          draw_from_list<2>(shared, length, top_k, top_p_on, fixed, params.word, lane);
-      }
-      Sync::sync();
-      result.code = shared.result.code;
+      const int length = static_cast<int>(listed);
+      result.code =
+          length <= 32
+              ? draw_from_list<1, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed, params.word, lane, warp)
+              : draw_from_list<2, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed, params.word, lane, warp);
       return result;
     }
     select_k = candidates > wanted;
   }
 
+  uint32_t weight[EPT];
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) weight[e] = key[e] ? integer_weight(-below_max(e)) : 0u;
   if (select_k) {
     Sync::sync();
     const uint32_t threshold = kth_key<THREADS, EPT, Sync>(shared, key, top_k, tid);
@@ -451,12 +479,12 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   if (exclusive <= target && target < exclusive + mine) {
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
-      if (exclusive <= target && target < exclusive + weight[e]) shared.result.code = tid * EPT + e;
+      if (exclusive <= target && target < exclusive + weight[e]) shared.code = tid * EPT + e;
       exclusive += weight[e];
     }
   }
   Sync::sync();
-  result.code = shared.result.code;
+  result.code = shared.code;
   return result;
 }
 
