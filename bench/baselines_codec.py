@@ -1,14 +1,14 @@
 """The codec chunk step of plain torch ops, as a graph of library kernels would run it."""
 
 import torch
-from moss_runtime.graphs import CodecChunk
-from moss_runtime.graphs.codec_weights import StageWeights
-from moss_runtime.state.codec_slots import StageRings
 from torch.nn import functional as F
 
 from moss_kernels.codec_linear.reference import NORM_EPS
 from moss_kernels.ring_attention import ring_attention
 from moss_kernels.ring_kv_write import ring_kv_write
+from moss_runtime.graphs import CodecChunk
+from moss_runtime.graphs.codec_weights import StageWeights
+from moss_runtime.state.codec_slots import StageRings
 
 
 class TorchOpsChunk(CodecChunk):

@@ -14,15 +14,15 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from moss_runtime.graphs import CodecChunk
-from moss_runtime.graphs.codec_chunk import FRAMES
-from moss_runtime.model.codec import Codec, CodecConfig
-from moss_runtime.state.codec_slots import CodecSlots
 
 from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
 from moss_kernels.codec_linear import persistent_kernel, row_kernels, stream_kernel, tile_kernel, triton_kernel
 from moss_kernels.testing.codec_weights import codec_weights
+from moss_runtime.graphs import CodecChunk
+from moss_runtime.graphs.codec_chunk import FRAMES
+from moss_runtime.model.codec import Codec, CodecConfig
+from moss_runtime.state.codec_slots import CodecSlots
 
 ROOT = Path(__file__).parents[1]
 BATCHES = (1, 8, 64, 128)

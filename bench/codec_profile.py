@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
-from moss_runtime.graphs import CodecChunk
 
 from moss_kernels.codec_linear import scratch_size
 from moss_kernels.codec_linear.tiles import Tile, tile_for
 from moss_kernels.codec_linear.triton_kernel import codec_linear_library, codec_linear_triton
+from moss_runtime.graphs import CodecChunk
 
 REPLAYS = 20
 

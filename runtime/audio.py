@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from moss_runtime.errors import AudioError, UserError
 from moss_runtime.files import replacing
 from moss_runtime.optional import require
-from torch import Tensor
 
 MIN_RATE, MAX_RATE = 8_000, 192_000
 SUBTYPES = ("PCM_16", "FLOAT")

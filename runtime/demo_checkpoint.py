@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
 from moss_runtime.errors import CheckpointError, UserError
 from moss_runtime.model.checkpoint import read_config
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.optional import require
-from safetensors.torch import save
-from torch import Tensor, nn
 
 NAME = "moss-tts-demo"
 SPECIAL_TOKENS = ("pad", "im_start", "im_end", "audio_start", "audio_end", "audio_user_slot", "audio_assistant_slot")

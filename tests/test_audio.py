@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+
 from moss_runtime.audio import load_audio, save_wav, wav_writer
 from moss_runtime.errors import AudioError, UserError
 

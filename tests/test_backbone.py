@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from moss_runtime.model import MossTTS
 from safetensors.torch import load_file
+
+from moss_runtime.model import MossTTS
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from moss_runtime.errors import CheckpointError
 from moss_runtime.model import ModelConfig, MossTTS
 from moss_runtime.model.checkpoint import check_tensors, load_weights, read_config, tensor_shapes
-from safetensors.torch import load_file, save_file
 
 GOLDEN = Path(__file__).parent / "golden" / "local_hd16"
 TABLE = "audio_embeddings.3.weight"

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.torch import load, load_file, save_file
+
 from moss_runtime.audio import load_audio
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
 from moss_runtime.model.tts import Generation, MossTTS
-from safetensors.torch import load, load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "runtime" / "assets" / "reference.wav"

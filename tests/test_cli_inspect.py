@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.tts import MossTTS
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 

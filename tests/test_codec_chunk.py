@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from moss_kernels.testing.compare import implementation
 from moss_runtime.graphs import CodecChunk, codec_chunk
 from moss_runtime.graphs.codec_weights import code_table, stage_weights
 from moss_runtime.model.codec import Codec
-
-from moss_kernels.testing.compare import implementation
 
 ROOT = Path(__file__).parents[1]
 FRAMES = 61

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from moss_runtime.graphs import CodecChunk
-from moss_runtime.model.codec import Codec, CodecConfig
 
 from moss_kernels.testing.codec_weights import codec_weights
+from moss_runtime.graphs import CodecChunk
+from moss_runtime.model.codec import Codec, CodecConfig
 
 pytestmark = pytest.mark.gpu
 

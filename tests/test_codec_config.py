@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from moss_runtime.errors import CheckpointError
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.codec.config import TransformerConfig

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+
 from moss_runtime.errors import AudioError, CheckpointError, UserError
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.codec.config import QuantizerConfig
 from moss_runtime.model.codec.quantizer import Codebook, Quantizer
-from torch import nn
 
 LENGTHS = [331, 8, 7, 96, 200]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from moss_runtime.model.codec import Codec
 
 TOLERANCE = 5e-6  # of the largest value: fp32 rounding through a dozen layers in another order of operations

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moss_runtime.model.codec.config import TransformerConfig
-from moss_runtime.state.codec_slots import CodecSlots
 
 from moss_kernels.ring_attention import masked_attention, rope_tables, rotate_interleaved
 from moss_kernels.ring_kv_write import ring_kv_write, ring_target
 from moss_kernels.testing.compare import implementation
+from moss_runtime.model.codec.config import TransformerConfig
+from moss_runtime.state.codec_slots import CodecSlots
 
 HEADS, HEAD_DIM, SLOTS = 2, 16, 3
 NAN = float("nan")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from moss_runtime.model.codec.config import TransformerConfig
 from moss_runtime.state.codec_slots import CodecSlots
 

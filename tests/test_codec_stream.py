@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moss_runtime.errors import UserError
 from moss_runtime.model.codec import Codec
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from moss_kernels import SamplingParams
 from moss_runtime.audio import load_audio
 from moss_runtime.demo_checkpoint import is_demo, write_demo_checkpoint
 from moss_runtime.errors import UserError
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.prompt import PromptBuilder
 from moss_runtime.model.tts import MossTTS
-
-from moss_kernels import SamplingParams
 
 ASSETS = Path(__file__).parents[1] / "runtime" / "assets"
 FILES = ["audio_tokenizer/config.json", "audio_tokenizer/model.safetensors"]

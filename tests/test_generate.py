@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from moss_runtime.errors import CheckpointError, PromptError
-from moss_runtime.model import MossTTS
 from safetensors.torch import load_file
 
 from moss_kernels import SamplingParams
+from moss_runtime.errors import CheckpointError, PromptError
+from moss_runtime.model import MossTTS
 
 GOLDEN = Path(__file__).parent / "golden"
 GREEDY = SamplingParams(temperature=0, text_temperature=0)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from moss_runtime.model import MossTTS
 from safetensors.torch import load_file
 
 from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.embed_codes import embed_codes_reference
 from moss_kernels.local_frame_decode import LocalFrame, LocalFrameWeights, local_frame_decode_reference
 from moss_kernels.sample_codebook import sample_codebook_reference
+from moss_runtime.model import MossTTS
 
 GOLDEN = Path(__file__).parent / "golden"
 CODEBOOKS = 12

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from moss_runtime.errors import CheckpointError
 from moss_runtime.model import ModelConfig, MossTTS
 from moss_runtime.model.checkpoint import read_config

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from moss_runtime.errors import CheckpointError, PromptError
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.prompt import PromptBuilder
-from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "prompt" / "cases.json").read_text())

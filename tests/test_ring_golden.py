@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from moss_runtime.model.codec import Codec, stream
 
 from moss_kernels import ring_attention, ring_kv_write
 from moss_kernels.testing.compare import implementation
+from moss_runtime.model.codec import Codec, stream
 
 TOLERANCE = 1e-5  # of the largest value
 # Golden folder, implementation of `ring_kv_write`, device. One folder in the interpreter, which is slow.

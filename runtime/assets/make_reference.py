@@ -61,6 +61,7 @@ def phrase() -> np.ndarray:
 
 if __name__ == "__main__":
     import torch
+
     from moss_runtime.audio import save_wav
 
     save_wav(Path(__file__).with_name("reference.wav"), torch.from_numpy(phrase())[None], RATE)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+
 from moss_runtime.errors import UserError
 from moss_runtime.optional import require
 

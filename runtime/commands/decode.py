@@ -3,6 +3,9 @@
 import argparse
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from moss_runtime.audio import wav_writer
 from moss_runtime.commands.common import (
     StageTimes,
@@ -14,8 +17,6 @@ from moss_runtime.commands.common import (
 from moss_runtime.errors import UserError
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,8 @@
 
 import argparse
 
+from safetensors.torch import save
+
 from moss_runtime.audio import load_audio
 from moss_runtime.commands.common import (
     StageTimes,
@@ -14,7 +16,6 @@ from moss_runtime.errors import AudioError
 from moss_runtime.files import replacing
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
-from safetensors.torch import save
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch import nn
+
 from moss_runtime.commands.common import DTYPES, add_checkpoint_arguments, positive, print_summary
 from moss_runtime.demo_checkpoint import is_demo
 from moss_runtime.hub import checkpoint_directory, codec_directory
@@ -15,7 +17,6 @@ from moss_runtime.model.codec.config import TransformerConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.state.codec_slots import CodecSlots
-from torch import nn
 
 DEFAULT_CONTEXT = 2048
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from moss_kernels import SamplingParams
 from moss_runtime.audio import load_audio, wav_writer
 from moss_runtime.commands.common import (
     StageTimes,
@@ -23,9 +26,6 @@ from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.prompt import PromptBuilder
 from moss_runtime.model.tts import DEFAULT_MAX_FRAMES, Generation, MossTTS
-from torch import Tensor
-
-from moss_kernels import SamplingParams
 
 SAMPLING = {
     "temperature": (float, "of the audio codes; 0 takes the most probable"),

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
-from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
-from moss_runtime.model.codec.codec import Codec
-from moss_runtime.model.codec.stream import check_step
-from moss_runtime.state.codec_slots import CodecSlots, StageRings
 
 from moss_kernels.codec_linear import codec_linear
 from moss_kernels.dequantize_codes import dequantize_codes
 from moss_kernels.ring_attention import ring_attention, rope_tables
 from moss_kernels.ring_kv_write import ring_kv_write
+from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
+from moss_runtime.model.codec.codec import Codec
+from moss_runtime.model.codec.stream import check_step
+from moss_runtime.state.codec_slots import CodecSlots, StageRings
 
 FRAMES = (1, 2, 3, 4, 6, 8, 10, 12, 15)
 

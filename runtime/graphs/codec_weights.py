@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from moss_kernels.codec_linear import layer_norm_sums
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.config import TransformerConfig
 from moss_runtime.model.codec.quantizer import Quantizer
 from moss_runtime.model.codec.transformer import TransformerLayer, TransformerStage
-from torch import nn
-
-from moss_kernels.codec_linear import layer_norm_sums
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from moss_runtime.model.config import BackboneConfig
 from torch import Tensor, nn
+
+from moss_runtime.model.config import BackboneConfig
 
 
 class KVCache:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from moss_runtime.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from moss_runtime.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,7 +1,8 @@
 """Parameters of the local transformer under their official names; `moss_kernels.local_frame_decode` computes it."""
 
-from moss_runtime.model.config import LocalConfig
 from torch import nn
+
+from moss_runtime.model.config import LocalConfig
 
 
 class Attention(nn.Module):

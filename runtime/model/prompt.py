@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from moss_runtime.errors import CheckpointError, PromptError
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.optional import require
-from torch import Tensor
 
 MODES = ("generation", "continuation")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from moss_runtime.errors import CheckpointError, PromptError
-from moss_runtime.model.backbone import Backbone, KVCache
-from moss_runtime.model.checkpoint import load_weights
-from moss_runtime.model.config import ModelConfig
-from moss_runtime.model.local_transformer import LocalTransformer
 from torch import Tensor, nn
 
 from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.embed_codes import embed_codes_reference
 from moss_kernels.local_frame_decode import LocalFrameWeights, local_frame_decode_reference
+from moss_runtime.errors import CheckpointError, PromptError
+from moss_runtime.model.backbone import Backbone, KVCache
+from moss_runtime.model.checkpoint import load_weights
+from moss_runtime.model.config import ModelConfig
+from moss_runtime.model.local_transformer import LocalTransformer
 
 DEFAULT_MAX_FRAMES = 4096
 

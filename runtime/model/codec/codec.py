@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+
 from moss_runtime.errors import AudioError, UserError
 from moss_runtime.model.checkpoint import load_weights
 from moss_runtime.model.codec.config import CodecConfig, PatchConfig
 from moss_runtime.model.codec.quantizer import Quantizer
 from moss_runtime.model.codec.stream import CodecStream
 from moss_runtime.model.codec.transformer import Patch, TransformerStage, Unpatch
-from torch import nn
-from torch.nn import functional as F
 
 
 class Codec(nn.Module):

@@ -1,10 +1,11 @@
 """Residual quantizer of the `rlfq` family: features <-> one code per codebook. All of it runs in fp32."""
 
 import torch
-from moss_runtime.model.codec.config import QuantizerConfig
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+
+from moss_runtime.model.codec.config import QuantizerConfig
 
 
 class Projection(nn.Conv1d):

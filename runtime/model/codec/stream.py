@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from moss_runtime.model.codec.config import TransformerConfig
-from moss_runtime.model.codec.transformer import StageAttention, TransformerStage
-from moss_runtime.state.codec_slots import CodecSlots, StageRings
 
 from moss_kernels.ring_attention import ring_attention_reference, ring_visibility
 from moss_kernels.ring_kv_write import ring_kv_write_reference, ring_target
+from moss_runtime.model.codec.config import TransformerConfig
+from moss_runtime.model.codec.transformer import StageAttention, TransformerStage
+from moss_runtime.state.codec_slots import CodecSlots, StageRings
 
 if TYPE_CHECKING:
     from moss_runtime.model.codec.codec import Codec

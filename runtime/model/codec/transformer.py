@@ -1,12 +1,12 @@
 """A transformer stage of the codec, and the patch steps between stages. All of it is token-major: [B, T, features]."""
 
 import torch
-from moss_runtime.model.codec.config import TransformerConfig
 from torch import nn
 
 from moss_kernels.codec_linear import codec_linear_reference
 from moss_kernels.codec_linear.reference import NORM_EPS
 from moss_kernels.ring_attention import masked_attention, rope_tables, rotate_interleaved
+from moss_runtime.model.codec.config import TransformerConfig
 
 
 class StageAttention:
