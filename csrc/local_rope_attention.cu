@@ -136,10 +136,18 @@ __global__ void __launch_bounds__(kWarp* kWarps) local_rope_attention_kernel(con
 
 template <typename T, bool LOOKUP>
 MossStatus launch(const LocalRopeAttentionParams& params) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((params.heads + kWarps - 1) / kWarps, params.batch);
+  config.blockDim = dim3(kWarp, kWarps);
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = params.dependent_launch ? 1 : 0;
   auto* kernel = params.dependent_launch ? local_rope_attention_kernel<T, LOOKUP, true>
                                          : local_rope_attention_kernel<T, LOOKUP, false>;
-  const dim3 grid((params.heads + kWarps - 1) / kWarps, params.batch);
-  return launch_kernel(kOp, kernel, params, grid, dim3(kWarp, kWarps));
+  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
 }
 
 template <typename T>

@@ -61,9 +61,17 @@ template <typename T>
 MossStatus launch(const RingKvWriteParams& params) {
   const int64_t kept = params.tokens < params.capacity ? params.tokens : params.capacity;
   const int64_t vectors = kept * params.heads * params.head_dim * static_cast<int64_t>(sizeof(T)) / 16;
-  const dim3 grid(static_cast<unsigned>((vectors + kThreads - 1) / kThreads), params.batch);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((vectors + kThreads - 1) / kThreads), params.batch);
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = params.dependent_launch ? 1 : 0;
   auto* kernel = params.dependent_launch ? ring_kv_write_kernel<T, true> : ring_kv_write_kernel<T, false>;
-  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads));
+  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
 }
 
 MossStatus check(const RingKvWriteParams& params) {
