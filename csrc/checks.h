@@ -26,6 +26,12 @@ inline MossStatus check_range(const char* op, const char* name, int64_t value, i
                    static_cast<long long>(lowest), static_cast<long long>(highest), static_cast<long long>(value));
 }
 
+inline MossStatus check_at_least(const char* op, const char* name, int64_t value, int64_t lowest) {
+  if (value >= lowest) return MOSS_OK;
+  return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be >= %lld, got %lld", op, name,
+                   static_cast<long long>(lowest), static_cast<long long>(value));
+}
+
 inline MossStatus check_dtype(const char* op, const char* name, MossDtype dtype) {
   if (dtype == MOSS_FLOAT32 || dtype == MOSS_BFLOAT16 || dtype == MOSS_FLOAT16) return MOSS_OK;
   return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be a MossDtype, got %d", op, name,

@@ -1,8 +1,7 @@
 // moss_embed_codes: each thread sums one vector of columns of one row.
-#include <cuda_runtime.h>
-
 #include "checks.h"
 #include "device/vector.cuh"
+#include "launch.h"
 
 namespace moss {
 namespace {
@@ -40,17 +39,9 @@ __global__ void __launch_bounds__(kThreads) embed_codes_kernel(const EmbedCodesP
 
 template <typename T, int N>
 MossStatus launch(const EmbedCodesParams& params) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((params.width + kThreads * N - 1) / (kThreads * N)), params.batch);
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(params.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = params.dependent_launch ? 1 : 0;
+  const dim3 grid(static_cast<unsigned>((params.width + kThreads * N - 1) / (kThreads * N)), params.batch);
   auto* kernel = params.dependent_launch ? embed_codes_kernel<T, N, true> : embed_codes_kernel<T, N, false>;
-  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads));
 }
 
 template <typename T>
@@ -61,10 +52,10 @@ MossStatus launch_for_width(const EmbedCodesParams& params) {
 
 MossStatus check(const EmbedCodesParams& params) {
   MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
-  if (status == MOSS_OK) status = check_range(kOp, "codebooks", params.codebooks, 0, INT32_MAX);
-  if (status == MOSS_OK) status = check_range(kOp, "text_vocab", params.text_vocab, 1, INT64_MAX);
-  if (status == MOSS_OK) status = check_range(kOp, "vocab", params.vocab, 1, INT64_MAX);
-  if (status == MOSS_OK) status = check_range(kOp, "width", params.width, 1, INT32_MAX);
+  if (status == MOSS_OK) status = check_at_least(kOp, "codebooks", params.codebooks, 0);
+  if (status == MOSS_OK) status = check_at_least(kOp, "text_vocab", params.text_vocab, 1);
+  if (status == MOSS_OK) status = check_at_least(kOp, "vocab", params.vocab, 1);
+  if (status == MOSS_OK) status = check_at_least(kOp, "width", params.width, 1);
   if (status == MOSS_OK) status = check_dtype(kOp, "dtype", params.dtype);
   const struct {
     const char* name;

@@ -1,8 +1,7 @@
 // moss_local_rope_attention: one warp per (batch row, head); a lane holds four consecutive dims.
-#include <cuda_runtime.h>
-
 #include "checks.h"
 #include "device/vector.cuh"
+#include "launch.h"
 
 namespace moss {
 namespace {
@@ -136,18 +135,10 @@ __global__ void __launch_bounds__(kWarp* kWarps) local_rope_attention_kernel(con
 
 template <typename T, bool LOOKUP>
 MossStatus launch(const LocalRopeAttentionParams& params) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((params.heads + kWarps - 1) / kWarps, params.batch);
-  config.blockDim = dim3(kWarp, kWarps);
-  config.stream = static_cast<cudaStream_t>(params.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = params.dependent_launch ? 1 : 0;
   auto* kernel = params.dependent_launch ? local_rope_attention_kernel<T, LOOKUP, true>
                                          : local_rope_attention_kernel<T, LOOKUP, false>;
-  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+  const dim3 grid((params.heads + kWarps - 1) / kWarps, params.batch);
+  return launch_kernel(kOp, kernel, params, grid, dim3(kWarp, kWarps));
 }
 
 template <typename T>
@@ -165,7 +156,7 @@ MossStatus check_sizes(const LocalRopeAttentionParams& params) {
                        params.head_dim);
   if (status == MOSS_OK) status = check_range(kOp, "positions", params.positions, 1, kMaxPositions);
   if (status == MOSS_OK) status = check_range(kOp, "position", params.position, lookup ? 1 : 0, params.positions - 1);
-  if (status == MOSS_OK && lookup) status = check_range(kOp, "vocab", params.vocab, 1, INT64_MAX);
+  if (status == MOSS_OK && lookup) status = check_at_least(kOp, "vocab", params.vocab, 1);
   return status == MOSS_OK ? check_dtype(kOp, "dtype", params.dtype) : status;
 }
 

@@ -1,8 +1,7 @@
 // moss_ring_kv_write: each thread moves one 16-byte vector of a key and the same one of its value.
-#include <cuda_runtime.h>
-
 #include "checks.h"
 #include "device/vector.cuh"
+#include "launch.h"
 
 namespace moss {
 namespace {
@@ -61,28 +60,20 @@ template <typename T>
 MossStatus launch(const RingKvWriteParams& params) {
   const int64_t kept = params.tokens < params.capacity ? params.tokens : params.capacity;
   const int64_t vectors = kept * params.heads * params.head_dim * static_cast<int64_t>(sizeof(T)) / 16;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((vectors + kThreads - 1) / kThreads), params.batch);
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(params.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = params.dependent_launch ? 1 : 0;
+  const dim3 grid(static_cast<unsigned>((vectors + kThreads - 1) / kThreads), params.batch);
   auto* kernel = params.dependent_launch ? ring_kv_write_kernel<T, true> : ring_kv_write_kernel<T, false>;
-  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads));
 }
 
 MossStatus check(const RingKvWriteParams& params) {
   MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
-  if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, INT32_MAX);
+  if (status == MOSS_OK) status = check_at_least(kOp, "tokens", params.tokens, 0);
   if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
   if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kDimMultiple, kMaxDim);
   if (status == MOSS_OK && params.head_dim % kDimMultiple != 0)
     status = set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `head_dim` must be a multiple of %d, got %d", kOp,
                        kDimMultiple, params.head_dim);
-  if (status == MOSS_OK) status = check_range(kOp, "capacity", params.capacity, 1, INT32_MAX);
+  if (status == MOSS_OK) status = check_at_least(kOp, "capacity", params.capacity, 1);
   if (status == MOSS_OK) status = check_dtype(kOp, "dtype", params.dtype);
   const struct {
     const char* name;

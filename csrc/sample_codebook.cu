@@ -1,11 +1,9 @@
 // moss_sample_codebook: one block per batch row (one warp for small vocabularies).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
+#include "checks.h"
 #include "device/philox.cuh"
 #include "device/sample_row.cuh"
-#include "error.h"
+#include "device/vector.cuh"
+#include "launch.h"
 
 namespace moss {
 namespace {
@@ -30,26 +28,17 @@ struct BlockSync {
   }
 };
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-
-// EPT consecutive logits, by one vector access where the row allows it.
+// EPT consecutive logits, by accesses of up to 16 bytes where the row allows it.
 template <typename T, int EPT>
 __device__ __forceinline__ void load_scores(const T* row, int vocab, int tid, float (&score)[EPT]) {
-  constexpr int kBytes = EPT * sizeof(T);
-  constexpr int kVector = kBytes < 16 ? kBytes : 16;
-  if ((reinterpret_cast<uintptr_t>(row) % kVector) == 0 && (tid + 1) * EPT <= vocab) {
-    struct alignas(kVector) Chunk {
-      T value[kVector / sizeof(T)];
-    };
-    const Chunk* chunks = reinterpret_cast<const Chunk*>(row + tid * EPT);
+  constexpr int kCount = EPT * sizeof(T) < 16 ? EPT : 16 / sizeof(T);
+  using Chunk = Vector<T, kCount>;
+  if ((reinterpret_cast<uintptr_t>(row) % sizeof(Chunk)) == 0 && (tid + 1) * EPT <= vocab) {
 #pragma unroll
-    for (int c = 0; c < kBytes / kVector; ++c) {
-      const Chunk chunk = chunks[c];
+    for (int first = 0; first < EPT; first += kCount) {
+      const Chunk chunk = Chunk::load(row + tid * EPT + first);
 #pragma unroll
-      for (int i = 0; i < static_cast<int>(kVector / sizeof(T)); ++i)
-        score[c * (kVector / sizeof(T)) + i] = to_float(chunk.value[i]);
+      for (int i = 0; i < kCount; ++i) score[first + i] = to_float(chunk.value[i]);
     }
     return;
   }
@@ -100,18 +89,9 @@ __global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCo
 
 template <typename T, int THREADS, int EPT>
 MossStatus launch(const SampleCodebookParams& params) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.batch);
-  config.blockDim = dim3(THREADS);
-  config.stream = static_cast<cudaStream_t>(params.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = params.dependent_launch ? 1 : 0;
   auto* kernel = params.dependent_launch ? sample_codebook_kernel<T, THREADS, EPT, true>
                                          : sample_codebook_kernel<T, THREADS, EPT, false>;
-  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
+  return launch_kernel(kOp, kernel, params, dim3(params.batch), dim3(THREADS));
 }
 
 template <typename T>
@@ -121,40 +101,19 @@ MossStatus launch_for_vocab(const SampleCodebookParams& params) {
   return launch<T, 256, 16>(params);
 }
 
-bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
-// What every pointer of the struct needs: not null unless optional, aligned to its element.
-MossStatus check_pointer(const char* name, const void* pointer, size_t bytes, bool optional = false) {
-  if (pointer == nullptr && !optional)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must not be null", kOp, name);
-  if (!aligned(pointer, bytes))
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be aligned to %zu bytes, got %p", kOp, name, bytes,
-                     pointer);
-  return MOSS_OK;
-}
-
 MossStatus check_sizes(const SampleCodebookParams& params) {
-  if (params.batch < 0 || params.batch > 65535)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `batch` must be 0 .. 65535, got %d", kOp, params.batch);
-  if (params.vocab < 2 || params.vocab > 4096)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `vocab` must be 2 .. 4096, got %d", kOp, params.vocab);
-  if (params.pool_rows < 1)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `pool_rows` must be >= 1, got %d", kOp, params.pool_rows);
-  if (params.channel < 0)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `channel` must be >= 0, got %d", kOp, params.channel);
-  if (params.seen && (params.codebook < 0 || params.codebook >= params.codebooks))
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `codebook` must be 0 .. codebooks-1 = %d, got %d", kOp,
-                     params.codebooks - 1, params.codebook);
-  if (params.batch > 1 && params.logits_row_stride < params.vocab)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld",
-                     kOp, params.vocab, static_cast<long long>(params.logits_row_stride));
-  if (params.batch > 1 && params.code_stride < 1)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `code_stride` must be >= 1 element, got %lld", kOp,
-                     static_cast<long long>(params.code_stride));
-  if (params.logits_dtype != MOSS_FLOAT32 && params.logits_dtype != MOSS_BFLOAT16 && params.logits_dtype != MOSS_FLOAT16)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_dtype` must be a MossDtype, got %d", kOp,
-                     static_cast<int>(params.logits_dtype));
-  return MOSS_OK;
+  MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
+  if (status == MOSS_OK) status = check_range(kOp, "vocab", params.vocab, 2, 4096);
+  if (status == MOSS_OK) status = check_at_least(kOp, "pool_rows", params.pool_rows, 1);
+  if (status == MOSS_OK) status = check_at_least(kOp, "channel", params.channel, 0);
+  if (status == MOSS_OK && params.seen)
+    status = check_range(kOp, "codebook", params.codebook, 0, params.codebooks - 1);
+  if (status == MOSS_OK && params.batch > 1 && params.logits_row_stride < params.vocab)
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                       "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld", kOp, params.vocab,
+                       static_cast<long long>(params.logits_row_stride));
+  if (status == MOSS_OK && params.batch > 1) status = check_at_least(kOp, "code_stride", params.code_stride, 1);
+  return status == MOSS_OK ? check_dtype(kOp, "logits_dtype", params.logits_dtype) : status;
 }
 
 MossStatus check_pointers(const SampleCodebookParams& params) {
@@ -180,7 +139,7 @@ MossStatus check_pointers(const SampleCodebookParams& params) {
       {"random_words", params.random_words, 8, true},
   };
   for (const auto& entry : pointers) {
-    const MossStatus status = check_pointer(entry.name, entry.pointer, entry.bytes, entry.optional);
+    const MossStatus status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes, entry.optional);
     if (status != MOSS_OK) return status;
   }
   return MOSS_OK;

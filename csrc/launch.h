@@ -1,0 +1,26 @@
+// Launches of the kernels behind the C ABI. Host code only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "error.h"
+
+namespace moss {
+
+// Launch a kernel that takes a Params struct, on the struct's stream. With `dependent_launch` the kernel may start
+// before the one ahead of it in the stream has ended, and must itself wait for that one's writes.
+template <typename Params>
+MossStatus launch_kernel(const char* op, void (*kernel)(Params), const Params& params, dim3 grid, dim3 block) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = params.dependent_launch ? 1 : 0;
+  return check_cuda(cudaLaunchKernelEx(&config, kernel, params), op, "cudaLaunchKernelEx");
+}
+
+}  // namespace moss
