@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[1]
 # Triton decides at import whether its kernels are compiled or interpreted, so one process can do only one of the two.
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
+# The tensors are small: more threads only wait for each other, for minutes where other programs use the cores too.
+torch.set_num_threads(1)
+
 
 @dataclass(frozen=True)
 class Golden:

@@ -100,7 +100,7 @@ def test_bad_arguments_are_named():
     [
         ("abi_version", 0, "`abi_version` must be 1, got 0"),
         ("batch", 65536, r"`batch` must be 0 \.\. 65535, got 65536"),
-        ("width", 0, r"`width` must be 1 \.\. 2147483647, got 0"),
+        ("width", 0, r"`width` must be >= 1, got 0"),
         ("dtype", 3, "`dtype` must be a MossDtype, got 3"),
         ("codes", None, "`codes` must not be null"),
         ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),

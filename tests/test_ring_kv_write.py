@@ -131,7 +131,7 @@ def test_wrong_argument_is_named():
         ("batch", 65536, r"`batch` must be 0 \.\. 65535, got 65536"),
         ("heads", 0, r"`heads` must be 1 \.\. 65535, got 0"),
         ("head_dim", 20, "`head_dim` must be a multiple of 8, got 20"),
-        ("capacity", 0, "`capacity` must be 1 .*, got 0"),
+        ("capacity", 0, "`capacity` must be >= 1, got 0"),
         ("dtype", 3, "`dtype` must be a MossDtype, got 3"),
         ("slots", None, "`slots` must not be null"),
         ("ring_v", 0x1008, "`ring_v` must be aligned to 16 bytes, got 0x1008"),
