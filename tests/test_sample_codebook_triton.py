@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moss_kernels.sample_codebook import triton_kernel
+from moss_kernels.sample_codebook import triton_draw, triton_kernel
 from moss_kernels.sample_codebook.reference import exp_weights
 from moss_kernels.testing.cases import sample_codebook_inputs, top_p_edge_inputs, weight_arguments
 from moss_kernels.testing.compare import require_equal, require_same_draws
@@ -30,7 +30,7 @@ def test_draws_as_the_reference_in_the_interpreter(vocab, batch, dtype):
 def _weights_kernel(u_ptr, weight_ptr, count, BLOCK: tl.constexpr):
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     u = tl.load(u_ptr + ids, mask=ids < count, other=0.0)
-    tl.store(weight_ptr + ids, triton_kernel._exp_weights(u).to(tl.int64), mask=ids < count)
+    tl.store(weight_ptr + ids, triton_draw.exp_weights(u).to(tl.int64), mask=ids < count)
 
 
 def _require_same_weights(device: str) -> None:
