@@ -1,6 +1,8 @@
 """Checkpoint files: what loads, what is refused and how it is named."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,8 +168,33 @@ def test_bad_config_json(tmp_path, content):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
+def test_config_nested_too_deep(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_tensors_that_are_not_floating_point(tensors, directory, dtype):
+    save_file(tensors | {TABLE: tensors[TABLE].to(dtype)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"not floating point: {TABLE} \([A-Z0-9_]+\)$"):
+        MossTTS.from_pretrained(directory)
+
+
+def test_model_without_weights_is_made_at_once(directory):
+    """Random values for what a checkpoint fills would import the compiler, which takes seconds."""
+    code = (
+        "import sys; from moss_runtime.model import ModelConfig, MossTTS;"
+        "MossTTS.on_meta(ModelConfig.from_directory(sys.argv[1])); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, directory], check=True)
+
+
 def test_missing_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: No such file"):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint directory"):
         read_config(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        read_config("x" * 5000)

@@ -57,6 +57,11 @@ class KVCache:
         self.valid = F.pad(self.valid, (0, more))
 
 
+def embedding(rows: int, size: int) -> nn.Embedding:
+    """A table that a checkpoint fills: the random values of nn.Embedding take seconds, on the meta device too."""
+    return nn.Embedding(rows, size, _weight=torch.empty(rows, size))
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm in fp32, rounded to the input's dtype before the weight is applied."""
 
@@ -137,7 +142,7 @@ class Backbone(nn.Module):
     def __init__(self, config: BackboneConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

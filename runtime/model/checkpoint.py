@@ -1,6 +1,7 @@
 """Checkpoint directories: `config.json` beside `model.safetensors`, or beside an index and its shards."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from moss_runtime.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATING = ("F64", "F32", "F16", "BF16")  # an 8-bit float without its scale is no weight
 NAMES_SHOWN = 4
 
 
@@ -43,7 +45,7 @@ def tensor_shapes(directory: str | Path) -> dict[str, tuple[tuple[int, ...], str
 
 
 def check_tensors(module: nn.Module, directory: str | Path, *, tied: Mapping[str, str] | None = None) -> None:
-    """Compare the tensors of a checkpoint with the state dict of `module`, names and shapes.
+    """Compare the tensors of a checkpoint with the state dict of `module`: names, shapes, and that they are weights.
 
     Args:
         module: may be on the meta device; its state dict keys are the official names.
@@ -51,12 +53,14 @@ def check_tensors(module: nn.Module, directory: str | Path, *, tied: Mapping[str
         tied: name that the checkpoint may hold beside the module's -> name of the module's tensor it repeats.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or mis-shaped; the message names them.
+        CheckpointError: tensors are missing, unexpected, mis-shaped or not of 16 to 64-bit floating point; the message
+            names them.
     """
     tied = tied or {}
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     allowed = expected | {name: expected[target] for name, target in tied.items()}
-    found = {name: shape for name, (shape, _) in sorted(tensor_shapes(directory).items())}
+    stored = dict(sorted(tensor_shapes(directory).items()))
+    found = {name: shape for name, (shape, _) in stored.items()}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in allowed],
@@ -65,6 +69,7 @@ def check_tensors(module: nn.Module, directory: str | Path, *, tied: Mapping[str
             for name, shape in found.items()
             if name in allowed and allowed[name] != shape
         ],
+        "not floating point": [f"{name} ({dtype})" for name, (_, dtype) in stored.items() if dtype not in FLOATING],
     }
     if any(faults.values()):
         text = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in faults.items() if names)
@@ -87,14 +92,14 @@ def load_weights(
     Args:
         module: its state dict keys are the official names; buffers outside the state dict are left as they are.
         directory: checkpoint directory.
-        dtype: floating point tensors are cast to it; None keeps what is stored.
+        dtype: tensors are cast to it; None keeps what is stored.
         device: where the parameters end up.
         tied: name that the checkpoint may hold beside the module's -> name of the module's tensor it repeats. Such a
             tensor may be absent; if present it must equal its target, and is not loaded a second time.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt; tensors are missing, unexpected or mis-shaped; a
-            tied tensor differs from its target. The message names them.
+        CheckpointError: a file is missing, truncated or corrupt; tensors are missing, unexpected, mis-shaped or not
+            floating point; a tied tensor differs from its target. The message names them.
     """
     tied = tied or {}
     check_tensors(module, directory, tied=tied)
@@ -108,14 +113,14 @@ def load_weights(
             raise CheckpointError(f"{directory}: tensor {name} must equal {target}, which it is tied to")
     for name, tensor in stored.items():
         tensor = tensor.to(device)
-        stored[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        stored[name] = tensor if dtype is None else tensor.to(dtype)
     module.load_state_dict(stored, assign=True)
     module.requires_grad_(False)
 
 
 def _existing_directory(directory: str | Path) -> Path:
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises where a name is too long or a parent may not be read
         raise CheckpointError(f"{path}: no such checkpoint directory")
     return path
 
@@ -125,7 +130,7 @@ def _read_json(path: Path) -> dict:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")

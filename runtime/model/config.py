@@ -10,6 +10,9 @@ from moss_runtime.model.checkpoint import read_config
 
 DEFAULT_ROPE_THETA = 1e6  # Qwen3, where the config names none
 DEFAULT_LOCAL_ROPE_BASE = 1e4  # fallback of the official local transformer
+# Beyond these a number is a mistake, and building the modules would take all memory before any tensor is compared.
+LARGEST_SIZE = 2**24
+LARGEST_COUNT = 1024
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class BackboneConfig:
             vocab_size=reader.positive("vocab_size"),
             hidden_size=reader.positive("hidden_size"),
             intermediate_size=reader.positive("intermediate_size"),
-            num_hidden_layers=reader.positive("num_hidden_layers"),
-            num_attention_heads=reader.positive("num_attention_heads"),
-            num_key_value_heads=reader.positive("num_key_value_heads"),
+            num_hidden_layers=reader.positive("num_hidden_layers", LARGEST_COUNT),
+            num_attention_heads=reader.positive("num_attention_heads", LARGEST_COUNT),
+            num_key_value_heads=reader.positive("num_key_value_heads", LARGEST_COUNT),
             head_dim=reader.positive("head_dim"),
             max_position_embeddings=reader.positive("max_position_embeddings"),
             rms_norm_eps=reader.number("rms_norm_eps"),
@@ -83,7 +86,7 @@ class LocalConfig:
         reader.expect("scale_attn_by_inverse_layer_idx", False, absent_is_fine=True)
         local = cls(
             n_embd=reader.positive("n_embd"),
-            n_head=reader.positive("n_head"),
+            n_head=reader.positive("n_head", LARGEST_COUNT),
             n_inner=reader.positive("n_inner"),
             layer_norm_epsilon=reader.number("layer_norm_epsilon"),
             rope_base=reader.number("rope_base", DEFAULT_LOCAL_ROPE_BASE),
@@ -137,7 +140,7 @@ class ModelConfig:
         local = LocalConfig.from_dict(reader.mapping("gpt2_config"))
         if local.n_embd != backbone.hidden_size:
             raise reader.error("gpt2_config.n_embd", f"the hidden_size {backbone.hidden_size}", local.n_embd)
-        n_vq, audio_vocab_size = reader.positive("n_vq"), reader.positive("audio_vocab_size")
+        n_vq, audio_vocab_size = reader.positive("n_vq", LARGEST_COUNT), reader.positive("audio_vocab_size")
         reader.expect("audio_codebook_sizes", [audio_vocab_size] * n_vq, absent_is_fine=True)
         for key, size in (
             ("hidden_size", backbone.hidden_size),
@@ -198,10 +201,10 @@ class _Reader:
     def error(self, key: str, expected: str, got: object) -> CheckpointError:
         return CheckpointError(f"{self.where}: `{key}` must be {expected}, got {got!r}")
 
-    def positive(self, key: str) -> int:
+    def positive(self, key: str, largest: int = LARGEST_SIZE) -> int:
         value = self._get(key)
-        if not _is_int(value) or value < 1:
-            raise self.error(key, "a positive integer", value)
+        if not _is_int(value) or not 1 <= value <= largest:
+            raise self.error(key, f"an integer in 1..{largest}", value)
         return value
 
     def index(self, key: str, size: int) -> int:
@@ -212,7 +215,7 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key) if default is None or self.config.get(key) is not None else default
-        if not (_is_int(value) or isinstance(value, float)) or not 0 < value < float("inf"):
+        if not (_is_int(value) or isinstance(value, float)) or not 0 < value < 1e300:
             raise self.error(key, "a positive number", value)
         return float(value)
 

@@ -4,6 +4,7 @@ A slot is the state of one stream. Slot number `slots` (the last) is the null sl
 it is never leased and stays all zero.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class CodecSlots:
     @staticmethod
     def size_in_bytes(stages: Sequence["TransformerConfig"], slots: int, dtype: torch.dtype) -> int:
         """Bytes of device memory that `CodecSlots` with the same arguments allocates."""
-        values = sum(2 * torch.Size(_ring_shape(stage, slots)).numel() for stage in stages)
+        values = sum(2 * math.prod(_ring_shape(stage, slots)) for stage in stages)
         return values * dtype.itemsize + len(stages) * (slots + 1) * torch.int64.itemsize
 
     @property

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from moss_runtime.errors import CheckpointError
 from moss_runtime.model.checkpoint import read_config
+from moss_runtime.model.config import LARGEST_COUNT, LARGEST_SIZE
 
+COUNTS = ("num_heads", "num_layers", "num_quantizers", "number_channels")
 QUANTIZER_TYPES = ("rlfq", "random_prefix_rlfq")
 REQUIRED_SETTINGS = {"causal": True, "norm": "layer_norm", "positional_embedding": "rope", "gating": "none"}
 
@@ -105,15 +107,15 @@ class CodecConfig:
 
 
 def _positive(section: dict, key: str, where: str = "") -> int:
-    value = section.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"codec config: {where}{key} must be a positive integer, got {value!r}")
+    value, largest = section.get(key), LARGEST_COUNT if key in COUNTS else LARGEST_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise CheckpointError(f"codec config: {where}{key} must be an integer in 1..{largest}, got {value!r}")
     return value
 
 
 def _positive_number(value: object, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"codec config: {name} must be a positive number, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST_SIZE:
+        raise CheckpointError(f"codec config: {name} must be a positive number up to {LARGEST_SIZE}, got {value!r}")
     return float(value)
 
 
@@ -171,8 +173,10 @@ def _transformer(section: dict, where: str, rate: float, fallback: float | None)
             f"codec config: {where}d_model must be num_heads times an even head size, got {stage.d_model} and "
             f"{stage.heads} heads"
         )
-    if stage.context < 1:
-        raise CheckpointError(f"codec config: {where}context_duration {duration} s is less than one token")
+    if not 1 <= stage.context <= LARGEST_SIZE:
+        raise CheckpointError(
+            f"codec config: {where}context_duration {duration} s is {stage.context} tokens, not 1..{LARGEST_SIZE}"
+        )
     return stage
 
 

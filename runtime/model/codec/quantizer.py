@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
+from moss_runtime.model.backbone import embedding
 from moss_runtime.model.codec.config import QuantizerConfig
 
 
@@ -27,7 +28,7 @@ class Codebook(nn.Module):
         super().__init__()
         self.in_proj = _projection(config.rvq_size, config.codebook_dim)
         self.out_proj = _projection(config.codebook_dim, config.rvq_size)
-        self.codebook = nn.Embedding(config.codebook_size, config.codebook_dim)
+        self.codebook = embedding(config.codebook_size, config.codebook_dim)
 
     def nearest(self, residual: torch.Tensor) -> torch.Tensor:
         """[B, T, rvq_size] -> [B, T] int64, the row nearest in direction; of equal distances the first."""
