@@ -244,5 +244,30 @@ def test_counts_refused(model, prompts):
 def test_weights_that_are_not_finite(prompts):
     model = MossTTS.from_pretrained(GOLDEN / "local_hd16")
     model.transformer.norm.weight[3] = torch.nan
-    with pytest.raises(CheckpointError, match=r"logits are not finite in torch\.float32"):
-        model.generate(prompts[:1], [GREEDY], max_frames=1)
+    (generation,) = model.generate(prompts[:1], [GREEDY], max_frames=1)
+    assert (tuple(generation.codes.shape), generation.finish_reason) == ((0, 12), "error")
+    with pytest.raises(CheckpointError, match=r"prompts \[0\]: logits are not finite in torch\.float32"):
+        list(model.generate_frames(prompts[:1], [GREEDY], max_frames=1))
+
+
+def test_a_row_that_is_not_finite_harms_no_other(prompts, requests):
+    model = MossTTS.from_pretrained(GOLDEN / "local_hd16")
+    unused = next(i for i in range(PAD, 512) if all(i not in prompt[:, 0] for prompt in prompts))
+    model.transformer.embed_tokens.weight[unused] = torch.inf
+    expected = model.generate(prompts, requests, max_frames=12)
+    rows = [*prompts[:3], prompts[0].clone(), *prompts[3:]]
+    rows[3][2, 0] = unused
+    params = [*requests[:3], GREEDY, *requests[3:]]
+    generations = model.generate(rows, params, max_frames=12)
+    broken = generations.pop(3)
+    assert (len(broken.codes), broken.finish_reason) == (0, "error")
+    for generation, other in zip(generations, expected, strict=True):
+        assert torch.equal(generation.codes, other.codes) and generation.finish_reason == other.finish_reason
+
+    steps = model.generate_frames(rows, params, max_frames=12)
+    frames = torch.zeros(len(rows), dtype=torch.int64)
+    with pytest.raises(CheckpointError, match=r"prompts \[3\]"):
+        for codes, is_frame in steps:
+            assert (codes[3] == PAD).all()
+            frames += is_frame
+    assert frames.tolist() == [len(g.codes) for g in [*generations[:3], broken, *generations[3:]]]

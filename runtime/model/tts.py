@@ -12,7 +12,7 @@ from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.embed_codes import embed_codes_reference
 from moss_kernels.local_frame_decode import LocalFrameWeights, local_frame_decode_reference
 from moss_runtime.errors import CheckpointError, PromptError
-from moss_runtime.model.backbone import Backbone, KVCache
+from moss_runtime.model.backbone import Backbone, KVCache, embedding
 from moss_runtime.model.checkpoint import load_weights
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.local_transformer import LocalTransformer
@@ -27,7 +27,9 @@ class Generation:
     Attributes:
         codes: [n, n_vq] i64. Generated frames, without the frame that stopped; n may be 0.
         seed: the seed in force, given or drawn; the same request with this seed repeats the codes.
-        finish_reason: "stop" (the model stopped) or "length" (cut at the frame limit or the end of the context).
+        finish_reason: "stop" (the model stopped) or "length" (cut at the frame limit or the end of the context),
+            or "error" (logits were not finite: the weights are corrupt or overflow in the dtype); the frames before
+            the error are kept.
     """
 
     codes: Tensor
@@ -44,7 +46,7 @@ class MossTTS(nn.Module):
         hidden = config.backbone.hidden_size
         self.transformer = Backbone(config.backbone)
         self.local_transformer = LocalTransformer(config.local)
-        self.audio_embeddings = nn.ModuleList(nn.Embedding(config.audio_vocab_size, hidden) for _ in range(config.n_vq))
+        self.audio_embeddings = nn.ModuleList(embedding(config.audio_vocab_size, hidden) for _ in range(config.n_vq))
         self.local_text_lm_head = nn.Linear(hidden, 2, bias=False)
 
     @classmethod
@@ -74,6 +76,10 @@ class MossTTS(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.local_text_lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local_text_lm_head.weight.dtype
 
     def frame_weights(self) -> LocalFrameWeights:
         """The tensors that decode a frame, by reference."""
@@ -128,12 +134,13 @@ class MossTTS(nn.Module):
             on_frame: called after each step with what `generate_frames` yields.
 
         Raises:
-            As `generate_frames`.
+            As `generate_frames`, but a row whose logits are not finite ends with the finish reason "error".
         """
         params = with_seeds(params)
         limits = self._frame_limits(prompts, max_frames)
         frames: list[list[Tensor]] = [[] for _ in prompts]
-        for codes, is_frame in self.generate_frames(prompts, params, max_frames=max_frames):
+        failed: set[int] = set()
+        for codes, is_frame in self._frames(prompts, params, max_frames, failed):
             for row in is_frame.nonzero()[:, 0].tolist():
                 frames[row].append(codes[row])
             if on_frame is not None:
@@ -143,12 +150,11 @@ class MossTTS(nn.Module):
             Generation(
                 codes=torch.stack(row) if row else none,
                 seed=row_params.seed,
-                finish_reason="length" if len(row) == limit else "stop",
+                finish_reason="error" if index in failed else "length" if len(row) == limit else "stop",
             )
-            for row, row_params, limit in zip(frames, params, limits, strict=True)
+            for index, (row, row_params, limit) in enumerate(zip(frames, params, limits, strict=True))
         ]
 
-    @torch.no_grad()
     def generate_frames(
         self,
         prompts: Sequence[Tensor],
@@ -174,8 +180,24 @@ class MossTTS(nn.Module):
             PromptError: a prompt is empty, longer than the context, or holds an id or code out of range.
             ValueError: shapes or counts do not fit, or max_frames is below 1.
             TypeError: a prompt is not int64, or max_frames is not an integer.
-            CheckpointError: logits are not finite: the weights are corrupt or overflow in the dtype.
+            CheckpointError: logits of a row were not finite: the weights are corrupt or overflow in the dtype. The row
+                ends there; the error comes after the last frame of the others.
         """
+        failed: set[int] = set()
+        yield from self._frames(prompts, params, max_frames, failed)
+        if failed:
+            reason = "corrupt weights, or a dtype too narrow"
+            raise CheckpointError(f"prompts {sorted(failed)}: logits are not finite in {self.dtype}: {reason}")
+
+    @torch.no_grad()
+    def _frames(
+        self,
+        prompts: Sequence[Tensor],
+        params: Sequence[SamplingParams],
+        max_frames: int | Sequence[int],
+        failed: set[int],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `generate_frames`; puts the rows that end because their logits are not finite in `failed`."""
         limits = torch.tensor(self._frame_limits(prompts, max_frames), device=self.device)
         if len(params) != len(prompts):
             raise ValueError(
@@ -196,14 +218,13 @@ class MossTTS(nn.Module):
         while True:
             hidden = self.transformer(embeds[:, None], cache)[:, 0]
             frame = local_frame_decode_reference(hidden, weights, state, row_map, active)
-            if frame.status.any():
-                raise CheckpointError(
-                    f"logits are not finite in {hidden.dtype}: corrupt weights, or a dtype too narrow"
-                )
-            if not frame.continues.any():
+            broken = frame.status != 0
+            failed.update(broken.nonzero()[:, 0].tolist())
+            is_frame = frame.continues & ~broken
+            if not is_frame.any():
                 return
-            yield frame.codes, frame.continues
-            active = frame.continues & (state.frame[:batch] < limits)
+            yield frame.codes.where(is_frame[:, None], config.audio_pad_token_id), is_frame
+            active = is_frame & (state.frame[:batch] < limits)
             if not active.any():
                 return
             embeds = frame.feedback
