@@ -1,5 +1,7 @@
 """Encoding clips, and input that the codec refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,26 @@ def test_projection_of_equal_sizes_is_absent():
 def test_unusable_clips_are_named(codec, clip, message):
     with pytest.raises(AudioError, match=message):
         codec.encode([torch.zeros(2, 80), clip])
+
+
+def test_features_that_are_not_finite_are_no_codes(golden):
+    codec = Codec.from_pretrained(golden("codec").directory)
+    codec.encoder[1].input_proj.weight[0, 0] = torch.nan
+    with pytest.raises(AudioError, match=r"features overflow in torch\.float32, or the codec's weights are corrupt"):
+        codec.encode([torch.zeros(2, 80)])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+def test_codes_of_any_integer_type(golden, dtype):
+    # 256 codes: a size that a byte cannot hold must not wrap around when codes are compared with it.
+    codec = Codec.from_pretrained(golden("codec").directory)
+    codec.config = dataclasses.replace(
+        codec.config, quantizer=dataclasses.replace(codec.config.quantizer, codebook_size=256)
+    )
+    codes = torch.randint(0, 64, (1, 3, 12))
+    expected = codec.decode(codes)
+    assert torch.equal(codec.decode(codes.to(dtype)), expected)
+    assert torch.equal(codec.streaming(1).step(codes.to(dtype), [0], [3]), codec.streaming(1).step(codes, [0], [3]))
 
 
 @pytest.mark.parametrize("code", [-1, 64, 1024])

@@ -75,7 +75,7 @@ class Codec(nn.Module):
             [n_i // samples_per_frame, codebooks] int64 each: the whole frames, as the official count has it.
 
         Raises:
-            AudioError: a clip has the wrong shape, no samples, or samples that are not finite.
+            AudioError: a clip has the wrong shape, no samples, or samples or features that are not finite.
         """
         for index, clip in enumerate(clips):
             self._check_clip(index, clip)
@@ -91,12 +91,17 @@ class Codec(nn.Module):
 
         Returns:
             [B, ceil(n / samples_per_frame), codebooks] int64.
+
+        Raises:
+            AudioError: the encoder's features are not finite.
         """
         samples = self.config.samples_per_frame
         audio = F.pad(audio.to(device=self.device, dtype=self.dtype), (0, -audio.shape[2] % samples))
         x = audio.transpose(1, 2).flatten(1)[..., None]
         for module in self.encoder:
             x = module(x)
+        if not x.isfinite().all():
+            raise AudioError(f"not encoded: features overflow in {self.dtype}, or the codec's weights are corrupt")
         return self.quantizer.encode(x, lengths.to(self.device) // samples)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
@@ -138,6 +143,7 @@ class Codec(nn.Module):
 
     def check_codes(self, codes: torch.Tensor, live: torch.Tensor | None = None) -> None:
         """Raise `UserError` at the first code out of range; `live`: [B, T] bool, the frames that count."""
+        codes = codes.long()  # narrower and unsigned types cannot all be compared with the size
         wrong = (codes < 0) | (codes >= self.config.codebook_size)
         if live is not None:
             wrong &= live[..., None]

@@ -98,7 +98,7 @@ class CodecStream:
         check_step(codec, self.slots.null_slot, codes, slots, valid)
         slots, valid = (torch.as_tensor(x, dtype=torch.int32).to(device) for x in (slots, valid))
         live = torch.arange(codes.shape[1], device=device) < valid[:, None]
-        x = codec.embed(torch.where(live[..., None], codes.to(device), 0))
+        x = codec.embed(torch.where(live[..., None], codes.to(device).long(), 0))
         rings = iter(self.slots.stages)
         for module in codec.decoder:
             if isinstance(module, TransformerStage):
