@@ -1,6 +1,7 @@
 """Audio files in and out: any common format and rate in, WAV out."""
 
 import contextlib
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,8 +37,8 @@ def load_audio(path: str | Path, *, sampling_rate: int = 48_000, channels: int =
     """
     soundfile = require("soundfile", "reading and writing audio")
     path = Path(path)
-    if not path.is_file():
-        raise AudioError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
+    if not os.path.isfile(path):  # Path.is_file raises where a name is too long or a parent may not be read
+        raise AudioError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
     try:
         with soundfile.SoundFile(path) as file:
             rate, expected, file_format = file.samplerate, file.frames, file.format

@@ -71,7 +71,7 @@ def write_demo_checkpoint(directory: str | Path) -> None:
     try:
         if target.is_dir() and any(target.iterdir()) and not is_demo(target):
             raise UserError(f"{target}: holds other files; name a new directory")
-        with tempfile.TemporaryDirectory(dir=target.resolve().parent, prefix=f".{target.name}.") as name:
+        with tempfile.TemporaryDirectory(dir=Path(os.path.realpath(target)).parent, prefix=".moss-tts-demo.") as name:
             partial = Path(name)
             _write_model(partial)
             _write_tokenizer(partial / "tokenizer.json")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +18,15 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Raises:
         UserError: `path` cannot be written; raised on entry where it can be known then.
     """
-    target = Path(path).resolve()  # a symbolic link stays one: what it points to is replaced
-    if target.exists() and not target.is_file():
-        raise UserError(f"{path}: cannot be written (not a regular file)")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    if os.fspath(path).endswith(os.sep):
+        raise UserError(f"{path}: cannot be written (names a directory)")
     try:
+        target = Path(os.path.realpath(path))  # a symbolic link stays one: what it points to is replaced
+        if target.is_symlink():
+            raise UserError(f"{path}: cannot be written (symbolic links in a loop)")
+        if target.exists() and not target.is_file():
+            raise UserError(f"{path}: cannot be written (not a regular file)")
+        partial = target.with_name(f".{secrets.token_hex(8)}.part")
         partial.touch(exist_ok=False)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None

@@ -1,5 +1,6 @@
 """Where a checkpoint named on the command line lies: a directory, or a Hugging Face id that is fetched."""
 
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def checkpoint_directory(name: str) -> Path:
         CheckpointError: neither a directory nor an id that can be fetched.
         UserError: it looks like an id and the package huggingface_hub is not installed.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # Path.is_dir raises where a name is too long or a parent may not be read
         return Path(name)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise CheckpointError(f"{name}: no such checkpoint directory")

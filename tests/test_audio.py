@@ -190,7 +190,18 @@ def test_unwritable(tmp_path):
         save_wav(tmp_path / "a.wav", audio, 48_000, subtype="PCM_8")
     with pytest.raises(AudioError, match=r"\[C, n\], got \(10,\)"):
         save_wav(tmp_path / "a.wav", audio[0], 48_000)
+    with pytest.raises(UserError, match="names a directory"):
+        save_wav(f"{tmp_path}/a.wav/", audio, 48_000)
     assert os.listdir(tmp_path) == []
+
+
+def test_names_of_the_longest_length(tmp_path):
+    save_wav(tmp_path / ("x" * 255), torch.zeros(2, 10), 48_000)
+    assert os.listdir(tmp_path) == ["x" * 255]
+    with pytest.raises(UserError, match="File name too long"):
+        save_wav(tmp_path / ("x" * 256), torch.zeros(2, 10), 48_000)
+    with pytest.raises(AudioError, match="no such file"):
+        load_audio(tmp_path / ("x" * 256))
 
 
 def test_symbolic_link_stays(tmp_path):

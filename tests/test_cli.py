@@ -112,7 +112,7 @@ def test_text_from_argument_file_and_standard_input(demo, monkeypatch):
     options = ("--seed", 3, "--max-frames", 2)
     assert synth(*options, TEXT) == 0
     expected = Path("out.wav").read_bytes()
-    Path("text.txt").write_text(TEXT + "\n")
+    Path("text.txt").write_text(TEXT + "\n", encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     assert synth(*options, "--text-file", "text.txt") == 0
     assert Path("out.wav").read_bytes() == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\n")))
@@ -193,13 +193,21 @@ def test_the_installed_program_refuses_with_exit_code_2(demo):
         (["--seed", "-1", "x"], "seed"),
         (["--seed", str(2**63), "x"], "seed"),
         (["--top-k", "many", "x"], "--top-k: invalid int value: 'many'"),
-        (["--max-frames", "0", "x"], "--max-frames: must be a positive integer, got '0'"),
-        (["--tokens", "-3", "x"], "--tokens: must be a positive integer, got '-3'"),
+        (["--max-frames", "0", "x"], "--max-frames: must be a positive integer below 2^31, got '0'"),
+        (["--tokens", "-3", "x"], "--tokens: must be a positive integer below 2^31, got '-3'"),
         (["--dtype", "int8", "x"], "--dtype: invalid choice: 'int8'"),
         (["--device", "abacus", "x"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "cuda:99", "x"], "no device cuda:99 here"),
         (["--no-such-option", "x"], "unrecognized arguments: --no-such-option"),
+        (["--device", "cpu:1", "x"], "--device must be cpu, cuda or cuda:N, got 'cpu:1'"),
+        (["--device", "", "x"], "--device must be cpu, cuda or cuda:N, got ''"),
+        (["--max-frames", "9" * 5000, "x"], "--max-frames: must be a positive integer below 2^31, got '999"),
+        (["--max-frames", "\u0663", "x"], "--max-frames: must be a positive integer below 2^31"),
+        (["--prompt-audio", "", "x"], "not a regular file"),
+        (["--model", "x" * 5000, "x"], "no such checkpoint directory"),
+        (["--output", "out/", "x"], "out/: cannot be written (names a directory)"),
         (["  \n"], "the text is empty"),
+        (["\ufeff\u200b\u2060 \x00"], "the text is empty"),
         (["--text-file", "none.txt"], "none.txt: cannot be read (No such file or directory)"),
         (["--text-file", "none.txt", "x"], "not both"),
         (["--language", "\udcff", "x"], "language is not valid Unicode"),
@@ -220,9 +228,20 @@ def test_commands_and_texts_that_do_not_exist(demo, capsys, monkeypatch):
     assert "required: command" in refused(capsys)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     assert "standard input: not UTF-8 text (byte 0)" in refused_synth(capsys)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert "the text is empty" in refused_synth(capsys)
+    for nothing in (b"", b"\xef\xbb\xbf\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(nothing)))
+        assert "the text is empty" in refused_synth(capsys)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in refused_synth(capsys)
     assert "name the codec with --codec" in refused(capsys, "encode", REFERENCE, "-o", "codes")
+
+
+def test_symbolic_links_in_a_loop(demo, capsys):
+    Path("loop").symlink_to("loop")
+    kept = ("demo", "loop")
+    assert "symbolic links in a loop" in refused_synth(capsys, "--output", "loop", "x", kept=kept)
+    assert "loop: cannot be written" in refused(capsys, "init-demo", "loop", kept=kept)
+    assert "loop: no such file" in refused_synth(capsys, "--reference", "loop", "x", kept=kept)
 
 
 def test_bad_recordings(demo, capsys):
@@ -287,6 +306,11 @@ def test_damaged_checkpoints(own_demo, capsys, part):
     save_file({**tensors, name: tensors[name][:-1].clone(), "stray": tensors[name]}, weights)
     both_refuse(name)
     both_refuse("stray")
+    save_file({**tensors, name: tensors[name].long()}, weights)
+    both_refuse(f"not floating point: {name} (I64)")
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}, weights)
+    assert "finite" in refused_synth(capsys, TEXT)
+    assert "finite" in refused_synth(capsys, "--stream", TEXT)
     weights.write_bytes(data)
     config.write_text("{")
     both_refuse("config.json: not valid JSON")

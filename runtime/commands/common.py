@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 
@@ -14,9 +15,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def positive(text: str) -> int:
-    """An option's value as an integer above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    """An option's value as an integer from 1 to 2^31-1."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a positive integer below 2^31, got {text[:40]!r}")
     return int(text)
 
 
@@ -36,13 +37,12 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
     Raises:
         UserError: there is no such device.
     """
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+        raise UserError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    device = torch.device(name)
     count = torch.cuda.device_count()
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
+    if device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(f"--device: no device {name} here (cuda devices: {count})")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return device, DTYPES.get(args.dtype, default)

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moss_runtime.commands.common import (
     progress_bar,
 )
 from moss_runtime.demo_checkpoint import is_demo
-from moss_runtime.errors import PromptError, UserError
+from moss_runtime.errors import CheckpointError, PromptError, UserError
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
@@ -39,6 +40,7 @@ SAMPLING = {
 }
 WISHES = ("language", "instruction", "quality", "sound_event", "ambient_sound")
 LARGEST_CHUNK = 8  # frames
+UNSPOKEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: spaces, separators, control and format characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     prompts = PromptBuilder(model_directory / "tokenizer.json", config)
     recordings = [
         _load_recording(path, codec_config, args.downmix)
-        for path in [*args.reference, *([args.prompt_audio] if args.prompt_audio else [])]
+        for path in [*args.reference, *([] if args.prompt_audio is None else [args.prompt_audio])]
     ]
     times = StageTimes(device)
     subtype = "FLOAT" if args.float else "PCM_16"
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         with times.stage("encode"):
             codes = [clip.cpu() for clip in codec.encode(recordings)]
         fields = {name: getattr(args, name) for name in ("tokens", *WISHES)}
-        if args.prompt_audio:
+        if args.prompt_audio is not None:
             fields |= {"mode": "continuation", "prompt_audio": codes.pop()}
         prompt = prompts.build(text, references=codes, **fields)
         if len(prompt) > config.backbone.max_position_embeddings:
@@ -102,6 +104,10 @@ def run(args: argparse.Namespace) -> None:
             )
         synthesize = _stream if args.stream else _synthesize
         result = synthesize(model, codec, prompt, params, args.max_frames, write, times)
+        if result.finish_reason == "error":
+            raise CheckpointError(
+                f"{model_directory}: logits are not finite in {dtype}: corrupt weights, or a dtype too narrow"
+            )
     if is_demo(model_directory):
         print(f"{model_directory} is the demo checkpoint: its weights are random and its speech is noise.")
     _report(args.output, result, codec_config, times)
@@ -162,20 +168,23 @@ def _stream(
 def _read_text(args: argparse.Namespace) -> str:
     if args.text is not None and args.text_file is not None:
         raise UserError("give the text or --text-file, not both")
-    if args.text is not None:
-        text = args.text
-    else:
-        try:
-            data = sys.stdin.buffer.read() if args.text_file is None else args.text_file.read_bytes()
-            text = data.decode().rstrip("\r\n")
-        except OSError as error:
-            raise UserError(f"{args.text_file}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            name = args.text_file or "standard input"
-            raise UserError(f"{name}: not UTF-8 text (byte {error.start})") from None
-    if not text.strip():
+    text = _decoded_text(args.text_file) if args.text is None else args.text
+    if all(unicodedata.category(character) in UNSPOKEN for character in text):
         raise UserError("the text is empty")
     return text
+
+
+def _decoded_text(path: Path | None) -> str:
+    name = path or "standard input"
+    if path is None and sys.stdin is None:
+        raise UserError("give a text, or --text-file: standard input is closed")
+    try:
+        data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+        return data.decode("utf-8-sig").rstrip("\r\n")
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start})") from None
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -1,5 +1,6 @@
 """Prompts of MOSS-TTS-Local: text, voice references and wishes as the rows of ids that the model reads."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class PromptBuilder:
     def __init__(self, tokenizer_path: str | Path, config: ModelConfig):
         tokenizers = require("tokenizers", "building prompts")
         path = Path(tokenizer_path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"{path}: no such tokenizer file")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
