@@ -34,7 +34,12 @@ def load_audio(path: str | Path, *, sampling_rate: int = 48_000, channels: int =
     Raises:
         AudioError: no such file, not audio, truncated, empty, rate outside 8 .. 192 kHz, more than two channels
             without `downmix`, or samples that are not finite.
+        ValueError: `sampling_rate` or `channels` is out of range.
     """
+    if channels not in (1, 2):
+        raise ValueError(f"load_audio: `channels` must be 1 or 2, got {channels!r}")
+    if not isinstance(sampling_rate, int) or not 1 <= sampling_rate <= MAX_RATE:
+        raise ValueError(f"load_audio: `sampling_rate` must be an integer in 1..{MAX_RATE}, got {sampling_rate!r}")
     soundfile = require("soundfile", "reading and writing audio")
     path = Path(path)
     if not os.path.isfile(path):  # Path.is_file raises where a name is too long or a parent may not be read
@@ -85,7 +90,7 @@ def wav_writer(
         A function that appends `audio: [channels, n] float`, full scale 1.
 
     Raises:
-        AudioError: unknown subtype; from the function: wrong shape, or samples that are not finite.
+        AudioError: unknown subtype; from the function: wrong shape or dtype, or samples that are not finite.
         UserError: the path cannot be written.
     """
     if subtype not in SUBTYPES:
@@ -95,6 +100,8 @@ def wav_writer(
     def write(audio: Tensor) -> None:
         if audio.ndim != 2 or len(audio) != channels:
             raise AudioError(f"audio must be [{channels}, n], got {tuple(audio.shape)}")
+        if not audio.is_floating_point():
+            raise AudioError(f"audio must be floating point with full scale 1, got {audio.dtype}")
         audio = audio.detach().to("cpu", torch.float32)
         if not audio.isfinite().all():
             raise AudioError("audio must be finite, got NaN or infinite samples")
@@ -122,7 +129,7 @@ def save_wav(path: str | Path, audio: Tensor, sampling_rate: int, subtype: str =
         subtype: "PCM_16" (values beyond full scale are clipped) or "FLOAT".
 
     Raises:
-        AudioError: wrong shape, samples that are not finite, unknown subtype.
+        AudioError: wrong shape or dtype, samples that are not finite, unknown subtype.
         UserError: the path cannot be written.
     """
     if audio.ndim != 2:

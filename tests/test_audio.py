@@ -190,9 +190,18 @@ def test_unwritable(tmp_path):
         save_wav(tmp_path / "a.wav", audio, 48_000, subtype="PCM_8")
     with pytest.raises(AudioError, match=r"\[C, n\], got \(10,\)"):
         save_wav(tmp_path / "a.wav", audio[0], 48_000)
+    with pytest.raises(AudioError, match=r"floating point with full scale 1, got torch\.int16"):
+        save_wav(tmp_path / "a.wav", audio.short(), 48_000)
     with pytest.raises(UserError, match="names a directory"):
         save_wav(f"{tmp_path}/a.wav/", audio, 48_000)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [{"channels": 3}, {"channels": 0}, {"sampling_rate": 0}, {"sampling_rate": 2**31}])
+def test_impossible_wishes(tmp_path, options):
+    save_wav(tmp_path / "a.wav", torch.zeros(2, 10), 48_000)
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
+        load_audio(tmp_path / "a.wav", **options)
 
 
 def test_names_of_the_longest_length(tmp_path):

@@ -77,6 +77,12 @@ def test_cast():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, "float32"])
+def test_dtypes_of_no_weights(dtype):
+    with pytest.raises(TypeError, match=r"`dtype` must be a floating point torch\.dtype, got"):
+        MossTTS.from_pretrained(GOLDEN, dtype=dtype)
+
+
 def test_stored_dtype_is_kept(tensors, directory):
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, directory / "model.safetensors")
     model = MossTTS.on_meta(ModelConfig.from_directory(directory))

@@ -114,6 +114,13 @@ def test_codes_of_the_wrong_kind(codec, codes, message):
         codec.decode(codes)
 
 
+def test_what_is_no_tensor(codec):
+    with pytest.raises(TypeError, match="clip 0 must be a tensor, got list"):
+        codec.encode([[0.0] * 80])
+    with pytest.raises(TypeError, match="`codes` must be a tensor, got list"):
+        codec.decode([[0] * 12])
+
+
 def test_no_frames_give_no_audio(codec):
     nothing = torch.zeros(2, 0, 12, dtype=torch.int64)
     assert codec.decode(nothing).shape == (2, 2, 0)

@@ -170,6 +170,12 @@ def test_wrong_rows_are_refused_before_anything_changes(codec, codes, slots, val
     assert not any(part.any() for part in state(stream))
 
 
+@pytest.mark.parametrize(("slots", "valid"), [([0.5], [1]), ([0], [1.5]), (torch.tensor([0.5]), [1])])
+def test_rows_are_whole_numbers(codec, codes, slots, valid):
+    with pytest.raises(TypeError):
+        codec.streaming(1).step(codes[:1, :3], slots, valid)
+
+
 def test_code_of_a_valid_frame_out_of_range(codec, codes):
     stream = codec.streaming(2)
     chunk = codes[:2, :3].clone()

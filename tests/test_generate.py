@@ -239,6 +239,10 @@ def test_counts_refused(model, prompts):
         model.generate(prompts[:2], [GREEDY])
     with pytest.raises(ValueError, match="`prompts` must hold at least one prompt, got none"):
         model.generate([], [])
+    with pytest.raises(TypeError, match=r"`params\[1\]` must be a SamplingParams, got dict"):
+        model.generate(prompts[:2], [GREEDY, {}])
+    with pytest.raises(ValueError, match=r"`prompts\[0\]` must be \[T, 13\], got \(13,\)"):
+        model.generate(prompts[0], [GREEDY] * len(prompts[0]))
 
 
 def test_weights_that_are_not_finite(prompts):

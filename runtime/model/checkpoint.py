@@ -100,7 +100,10 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; tensors are missing, unexpected, mis-shaped or not
             floating point; a tied tensor differs from its target. The message names them.
+        TypeError: `dtype` is not a floating point dtype.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"load_weights: `dtype` must be a floating point torch.dtype, got {dtype!r}")
     tied = tied or {}
     check_tensors(module, directory, tied=tied)
     stored: dict[str, torch.Tensor] = {}

@@ -91,7 +91,7 @@ class PromptBuilder:
         fields = "".join(f"\n- {name}:\n{value}" for name, value in wishes.items())
 
         rows = [self._ids([config.im_start_token_id]), self._tokenize("user\n<user_inst>\n- Reference(s):\n")]
-        if not references:
+        if len(references) == 0:
             rows.append(self._tokenize("None"))
         for index, codes in enumerate(references):
             rows.append(self._ids([config.audio_start_token_id]))

@@ -136,6 +136,7 @@ class MossTTS(nn.Module):
         Raises:
             As `generate_frames`, but a row whose logits are not finite ends with the finish reason "error".
         """
+        self._check_params(params)
         params = with_seeds(params)
         limits = self._frame_limits(prompts, max_frames)
         frames: list[list[Tensor]] = [[] for _ in prompts]
@@ -198,6 +199,7 @@ class MossTTS(nn.Module):
         failed: set[int],
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """As `generate_frames`; puts the rows that end because their logits are not finite in `failed`."""
+        self._check_params(params)
         limits = torch.tensor(self._frame_limits(prompts, max_frames), device=self.device)
         if len(params) != len(prompts):
             raise ValueError(
@@ -245,7 +247,7 @@ class MossTTS(nn.Module):
 
     def _frame_limits(self, prompts: Sequence[Tensor], max_frames: int | Sequence[int]) -> list[int]:
         """Check the prompts and limits; frames that each prompt may have, within max_frames and the context."""
-        if not prompts:
+        if len(prompts) == 0:
             raise ValueError("generate: `prompts` must hold at least one prompt, got none")
         limits = [max_frames] * len(prompts) if isinstance(max_frames, int) else list(max_frames)
         if len(limits) != len(prompts):
@@ -262,6 +264,12 @@ class MossTTS(nn.Module):
         # The frame number n (from 0) reads the context's position T - 1 + n.
         context = self.config.backbone.max_position_embeddings
         return [min(limit, context + 1 - len(prompt)) for limit, prompt in zip(limits, prompts, strict=True)]
+
+    @staticmethod
+    def _check_params(params: Sequence[SamplingParams]) -> None:
+        for index, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"generate: `params[{index}]` must be a SamplingParams, got {type(one).__name__}")
 
     def _check_prompt(self, name: str, prompt: Tensor) -> None:
         config = self.config

@@ -136,6 +136,8 @@ class Codec(nn.Module):
         return x.float().unflatten(1, (-1, self.config.channels)).squeeze(-1).transpose(1, 2)
 
     def check_code_shape(self, codes: torch.Tensor) -> None:
+        if not isinstance(codes, torch.Tensor):
+            raise TypeError(f"`codes` must be a tensor, got {type(codes).__name__}")
         if codes.dim() != 3 or codes.shape[2] != self.config.codebooks:
             raise UserError(f"`codes` must be [B, T, {self.config.codebooks}], got {list(codes.shape)}")
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
@@ -160,6 +162,8 @@ class Codec(nn.Module):
         return codes[0, : samples // self.config.samples_per_frame]
 
     def _check_clip(self, index: int, clip: torch.Tensor) -> None:
+        if not isinstance(clip, torch.Tensor):
+            raise TypeError(f"clip {index} must be a tensor, got {type(clip).__name__}")
         if clip.dim() != 2 or clip.shape[0] != self.config.channels:
             raise AudioError(f"clip {index} must be [{self.config.channels}, samples], got {list(clip.shape)}")
         if clip.shape[1] == 0:

@@ -1,6 +1,7 @@
 """Streaming decode: chunks of code frames of many streams in, exactly their samples out."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -134,7 +135,7 @@ def check_step(
     if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (slots, valid)):
         return
     live = set()
-    for slot, count in zip(map(int, slots), map(int, valid), strict=True):
+    for slot, count in zip(map(index, slots), map(index, valid), strict=True):
         if not 0 <= slot <= null_slot:
             raise ValueError(f"`slots` must be in 0..{null_slot}, got {slot}")
         if not 0 <= count <= frames:
