@@ -68,13 +68,13 @@ MossStatus moss_local_frame_pack(const LocalFramePackParams* params) {
   if (moss_local_frame_packed_bytes(params->model) == 0)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `model` must be a MossLocalModel, got %d", kOp,
                      static_cast<int>(params->model));
-  const void* pointers[] = {params->c_attn, params->c_proj, params->fc_in, params->fc_out, params->audio_embeddings,
-                            params->packed};
+  const void* pointers[] = {params->c_attn, params->c_proj,           params->fc_in,
+                            params->fc_out, params->audio_embeddings, params->packed};
   const char* names[] = {"c_attn", "c_proj", "fc_in", "fc_out", "audio_embeddings", "packed"};
   for (int i = 0; i < 6; ++i) {
     if (pointers[i] == nullptr || reinterpret_cast<uintptr_t>(pointers[i]) % 16 != 0)
-      return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be a device pointer aligned to 16 bytes, got %p", kOp,
-                       names[i], pointers[i]);
+      return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be a device pointer aligned to 16 bytes, got %p",
+                       kOp, names[i], pointers[i]);
   }
   return params->model == MOSS_LOCAL_FULL ? pack_model<FullDims>(*params) : pack_model<TinyDims>(*params);
 }

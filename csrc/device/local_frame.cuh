@@ -1,11 +1,11 @@
-// What the parts of local_frame_decode share: dimensions, how each matrix product is cut into units, the layout of packed
-// weights and of the workspace.
+// What the parts of local_frame_decode share: dimensions, how each matrix product is cut into units, the layout of
+// packed weights and of the workspace.
 //
 // A frame is a chain of phases. Row phases (draw, attention, LayerNorm) work on one batch row per block; product phases
-// stream weights. Each product is cut into kUnits units of (rows of the weight matrix) x (a slice of K); a block takes the
-// units blockIdx.x, blockIdx.x + gridDim.x, ... The cut, and with it the order of every sum, depends on the dimensions
-// alone: not on the batch and not on the number of blocks. Slices of K leave fp32 partial sums that the next row phase adds
-// in order of the slice.
+// stream weights. Each product is cut into kUnits units of (rows of the weight matrix) x (a slice of K); a block takes
+// the units blockIdx.x, blockIdx.x + gridDim.x, ... The cut, and with it the order of every sum, depends on the
+// dimensions alone: not on the batch and not on the number of blocks. Slices of K leave fp32 partial sums that the next
+// row phase adds in order of the slice.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -17,8 +17,8 @@ namespace moss::local_frame {
 
 using bf16 = __nv_bfloat16;
 
-// A product W [groups * kRows, slices * kK16 * 16] x^T, cut into kGroups * kSlices units. A unit's weights are packed as
-// [k / 8][kRows][8], so that a stage of kStageK16 steps of 16 is one contiguous copy.
+// A product W [groups * kRows, slices * kK16 * 16] x^T, cut into kGroups * kSlices units. A unit's weights are packed
+// as [k / 8][kRows][8], so that a stage of kStageK16 steps of 16 is one contiguous copy.
 template <int ROWS, int K16, int GROUPS, int SLICES, int STAGE_K16>
 struct Product {
   static constexpr int kRows = ROWS, kK16 = K16, kGroups = GROUPS, kSlices = SLICES;
@@ -63,14 +63,7 @@ constexpr int kComputeThreads = 256;
 constexpr int kThreads = kComputeThreads + 64;  // a warp streams weights, another one activations
 constexpr int kStageBytes = 10240;              // at most, of a weight stage before scaling
 constexpr int kStageSteps = 5;                  // likewise its steps of 16
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
-constexpr int kPrefetchStages = PREFETCH;
-#ifndef PARTS
-#define PARTS 4
-#endif
-constexpr int kMaxParts = PARTS;  // blocks that share the attention of one row
+constexpr int kMaxParts = 4;                    // blocks that share the attention of one row
 
 // Element offsets of the matrices in the packed weights.
 template <class Dims>
@@ -84,11 +77,11 @@ struct Packed {
   static constexpr int64_t kEnd = kHead + kCodebooks * Dims::Head::kElements;
 };
 
-// Byte offsets in the workspace. `columns` is the batch rounded up to what the tensor cores take. Activations that feed a
-// product are packed as [k / 8][columns][8] bf16; partial sums are [slice][columns][outputs] fp32.
+// Byte offsets in the workspace, which begins with the counters (arrivals, exits; zero between frames). `columns` is
+// the batch rounded up to what the tensor cores take. Activations that feed a product are packed as [k / 8][columns][8]
+// bf16; partial sums are [slice][columns][outputs] fp32.
 template <class Dims>
 struct Workspace {
-  static constexpr int64_t kCounters = 0;  // arrivals, exits; zero between frames
   static constexpr int64_t kStopLogits = 256;
   static constexpr int64_t kResidual = kStopLogits + int64_t{kMaxBatch} * 2 * 4;
   static constexpr int64_t kCache = kResidual + int64_t{kMaxBatch} * Dims::kHidden * 4;
@@ -97,8 +90,7 @@ struct Workspace {
   static constexpr int64_t kAttention = kNormed + int64_t{kMaxBatch} * Dims::kHidden * 2;
   static constexpr int64_t kInner = kAttention + int64_t{kMaxBatch} * Dims::kHidden * 2;
   static constexpr int64_t kProjected = kInner + int64_t{kMaxBatch} * Dims::kInner * 2;
-  static constexpr int64_t kInnerSum =
-      kProjected + int64_t{kMaxBatch} * Dims::Projection::kSlices * Dims::kHidden * 4;
+  static constexpr int64_t kInnerSum = kProjected + int64_t{kMaxBatch} * Dims::Projection::kSlices * Dims::kHidden * 4;
   static constexpr int64_t kLogits = kInnerSum + int64_t{kMaxBatch} * Dims::InnerOut::kSlices * Dims::kHidden * 4;
   static constexpr int64_t kEnd = kLogits + int64_t{kMaxBatch} * Dims::Head::kSlices * Dims::kVocab * 4;
 };

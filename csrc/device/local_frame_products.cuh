@@ -1,5 +1,5 @@
-// The product phases of local_frame_decode: a warp streams weights ahead of everything, another one brings activations once
-// their phase has begun, and two warpgroups multiply.
+// The product phases of local_frame_decode: a warp streams weights ahead of everything, another one brings activations
+// once their phase has begun, and two warpgroups multiply.
 #pragma once
 #include "device/async_copy.cuh"
 #include "device/local_frame.cuh"
@@ -119,40 +119,27 @@ struct WeightWalk {
   }
 };
 
-// Streams all weights of this block through the ring, and asks L2 for the stages behind it, so that memory stays busy
-// while the blocks wait for each other. Never waits for a phase: weights do not depend on activations.
+// Streams all weights of this block through the ring. Never waits for a phase: weights do not depend on activations, so
+// that memory stays busy while the blocks wait for each other, as far as the ring reaches.
 template <class Dims, bool TABLE, class Ring>
 __device__ __forceinline__ void stream_weights(Ring& rings, const bf16* packed, bool has_table) {
   using Walk = WeightWalk<Dims, Ring, TABLE>;
   const uint64_t evict_first = policy_evict_first(), evict_last = policy_evict_last();
-  Walk walk(packed, has_table), ahead(packed, has_table);
-  for (int i = 0; i < Ring::kWeightStages && !ahead.done(); ++i) ahead.next();
-  const auto prefetch = [&] {
-    if (ahead.done()) return;
-    bulk_prefetch_l2(ahead.source, ahead.bytes);
-    ahead.next();
-  };
-  for (int i = 0; i < kPrefetchStages; ++i) prefetch();
-  for (Cursor cursor; !walk.done(); walk.next()) {
+  Cursor cursor;
+  for (Walk walk(packed, has_table); !walk.done(); walk.next()) {
     barrier_wait(shared_address(&rings.weights_empty[cursor.index]), cursor.parity ^ 1u);
     const uint32_t full = shared_address(&rings.weights_full[cursor.index]);
     barrier_expect(full, walk.bytes);
     // The projection is small and comes back at every position: worth keeping in L2.
-#ifdef FAKE_WEIGHTS
-    bulk_load(shared_address(rings.weights[cursor.index]), packed + blockIdx.x * 102400 + cursor.index * 5120, walk.bytes, full,
-#else
     bulk_load(shared_address(rings.weights[cursor.index]), walk.source, walk.bytes, full,
-#endif
               walk.kind == Walk::kProjection ? evict_last : evict_first);
     cursor.advance(Ring::kWeightStages);
-    if (kPrefetchStages > 0) prefetch();
   }
 }
 
 // Streams the activations of one product, after the phase that wrote them.
 template <class P, class Ring>
-__device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, const uint8_t* x,
-                                                   uint64_t policy) {
+__device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, const uint8_t* x, uint64_t policy) {
   using Stages = typename Ring::template Stages<P>;
   constexpr int kBytes = Stages::kXBytes;
   for (int unit = blockIdx.x; unit < P::kUnits; unit += gridDim.x) {
@@ -161,7 +148,8 @@ __device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, 
       barrier_wait(shared_address(&rings.x_empty[cursor.index]), cursor.parity ^ 1u);
       const uint32_t full = shared_address(&rings.x_full[cursor.index]);
       barrier_expect(full, kBytes);
-      bulk_load(shared_address(rings.x[cursor.index]), source + static_cast<int64_t>(stage) * kBytes, kBytes, full, policy);
+      bulk_load(shared_address(rings.x[cursor.index]), source + static_cast<int64_t>(stage) * kBytes, kBytes, full,
+                policy);
       cursor.advance(Ring::kXStages);
     }
   }
@@ -195,7 +183,8 @@ __device__ __forceinline__ void multiply(Ring& rings, Cursors& cursors, int colu
 #pragma unroll
       for (int k = 0; k < Stages::kSteps; ++k) {
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) wgmma(sum[t], a + (k * P::kRows * 2 + t * STEP * 64), b + k * Ring::kColumns * 2);
+        for (int t = 0; t < TILES; ++t)
+          wgmma(sum[t], a + (k * P::kRows * 2 + t * STEP * 64), b + k * Ring::kColumns * 2);
       }
       wgmma_commit();
       wgmma_wait<1>();
@@ -228,7 +217,8 @@ __device__ __forceinline__ void multiply_unit(Ring& rings, Cursors& cursors, Sto
     multiply<P, Ring, kColumns, kCount, kFirst, kStep>(rings, cursors, column, sum);
     if constexpr (kCount > 0) {
 #pragma unroll
-      for (int t = 0; t < kCount; ++t) store(kFirst + t * kStep, sum[t], column);
+      for (int t = 0; t < kCount; ++t)
+        store(kFirst + t * kStep, sum[t], column);
     }
   };
   using std::integral_constant;
@@ -243,12 +233,12 @@ __device__ __forceinline__ void multiply_unit(Ring& rings, Cursors& cursors, Sto
 
 // Stores a tile of fp32 sums to [columns][outputs].
 template <class P, int COLUMNS, int REGISTERS>
-__device__ __forceinline__ void store_partial(float* partial, int unit, int batch, int tile, const float (&sum)[REGISTERS],
-                                              int column) {
+__device__ __forceinline__ void store_partial(float* partial, int unit, int batch, int tile,
+                                              const float (&sum)[REGISTERS], int column) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int row = tile * 64 + warp * 16 + lane / 4;
-  float* out = partial + static_cast<int64_t>(unit / P::kGroups) * COLUMNS * P::kOutputs +
-               (unit % P::kGroups) * P::kRows + row;
+  float* out =
+      partial + static_cast<int64_t>(unit / P::kGroups) * COLUMNS * P::kOutputs + (unit % P::kGroups) * P::kRows + row;
 #pragma unroll
   for (int i = 0; i < REGISTERS; ++i) {
     const int b = column + 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
@@ -289,7 +279,8 @@ __device__ __forceinline__ void stage_tile(uint8_t* staging, int tile, const flo
   for (int j = 0; j < REGISTERS / 4; j += 2) {
     const uint32_t a = pack(low, sum[4 * j], sum[4 * j + 1]), b = pack(high, sum[4 * j + 2], sum[4 * j + 3]);
     if constexpr (REGISTERS == 4) {
-      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(base), "r"(a), "r"(b) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(base), "r"(a), "r"(b)
+                   : "memory");
     } else {
       const uint32_t c = pack(low, sum[4 * j + 4], sum[4 * j + 5]), d = pack(high, sum[4 * j + 6], sum[4 * j + 7]);
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(

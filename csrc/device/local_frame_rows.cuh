@@ -10,11 +10,10 @@ struct ComputeSync {
   __device__ static __forceinline__ void sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
   __device__ static __forceinline__ bool any(bool value) {
     uint32_t result;
-    asm volatile(
-        "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 256, p; selp.u32 %0, 1, 0, q; }"
-        : "=r"(result)
-        : "r"(static_cast<uint32_t>(value))
-        : "memory");
+    asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 256, p; selp.u32 %0, 1, 0, q; }"
+                 : "=r"(result)
+                 : "r"(static_cast<uint32_t>(value))
+                 : "memory");
     return result != 0;
   }
 };
@@ -56,13 +55,15 @@ __device__ __forceinline__ RowSampling load_sampling(const LocalFrameDecodeParam
 // Sum over the 256 threads, in one fixed order; every thread gets it.
 __device__ __forceinline__ float block_sum(RowMemory& memory, float value) {
 #pragma unroll
-  for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(0xffffffffu, value, step);
+  for (int step = 16; step > 0; step >>= 1)
+    value += __shfl_xor_sync(0xffffffffu, value, step);
   ComputeSync::sync();
   if ((threadIdx.x & 31) == 0) memory.reduce[threadIdx.x >> 5].x = value;
   ComputeSync::sync();
   float sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < 8; ++w) sum += memory.reduce[w].x;
+  for (int w = 0; w < 8; ++w)
+    sum += memory.reduce[w].x;
   return sum;
 }
 
@@ -106,25 +107,28 @@ struct RowConstants {
     for_pairs<Dims>([&](int i, int element) {
       weight[i] = *reinterpret_cast<const __nv_bfloat162*>(static_cast<const bf16*>(norm_weight) + element);
       bias[i] = *reinterpret_cast<const __nv_bfloat162*>(static_cast<const bf16*>(norm_bias) + element);
-      if (linear_bias) shift[i] = *reinterpret_cast<const __nv_bfloat162*>(static_cast<const bf16*>(linear_bias) + element);
+      if (linear_bias)
+        shift[i] = *reinterpret_cast<const __nv_bfloat162*>(static_cast<const bf16*>(linear_bias) + element);
     });
   }
 };
 
 // Adds the partial sums, in order of their slice, and the bias.
 template <class Dims, int SLICES, int COLUMNS>
-__device__ __forceinline__ void add_partial(Row<Dims>& row, const float* partial, const RowConstants<Dims>& constants, int b) {
+__device__ __forceinline__ void add_partial(Row<Dims>& row, const float* partial, const RowConstants<Dims>& constants,
+                                            int b) {
   float2 part[Row<Dims>::kPairs][SLICES];
   for_pairs<Dims>([&](int i, int element) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s)
-      part[i][s] = __ldcg(reinterpret_cast<const float2*>(
-          partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kHidden + element));
+      part[i][s] = __ldcg(
+          reinterpret_cast<const float2*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kHidden + element));
   });
   for_pairs<Dims>([&](int i, int) {
     float2 sum = part[i][0];
 #pragma unroll
-    for (int s = 1; s < SLICES; ++s) sum.x += part[i][s].x, sum.y += part[i][s].y;
+    for (int s = 1; s < SLICES; ++s)
+      sum.x += part[i][s].x, sum.y += part[i][s].y;
     const float2 shift = __bfloat1622float2(constants.shift[i]);
     row.value[i].x += sum.x + shift.x;
     row.value[i].y += sum.y + shift.y;
@@ -144,7 +148,8 @@ __device__ __forceinline__ Moments join(const Moments& a, const Moments& b, floa
 
 template <class Dims>
 __device__ __forceinline__ Moments block_moments(RowMemory& memory, const Row<Dims>& row) {
-  // Threads without numbers (small models) are left out: the hidden size is a power of two times the threads that have some.
+  // Threads without numbers (small models) are left out: the hidden size is a power of two times the threads that have
+  // some.
   constexpr int kThreadsUsed = Dims::kHidden / 2 < kComputeThreads ? Dims::kHidden / 2 : kComputeThreads;
   constexpr int kWarps = kThreadsUsed / 32;
   constexpr float kCount = static_cast<float>(Dims::kHidden) / kThreadsUsed;
@@ -158,7 +163,8 @@ __device__ __forceinline__ Moments block_moments(RowMemory& memory, const Row<Di
   });
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const Moments other{__shfl_xor_sync(0xffffffffu, moments.mean, step), __shfl_xor_sync(0xffffffffu, moments.squares, step)};
+    const Moments other{__shfl_xor_sync(0xffffffffu, moments.mean, step),
+                        __shfl_xor_sync(0xffffffffu, moments.squares, step)};
     // Lanes join in the same order, so that all get the same bits.
     const bool upper = threadIdx.x & step;
     moments = join(upper ? other : moments, upper ? moments : other, kCount * step);
@@ -168,11 +174,13 @@ __device__ __forceinline__ Moments block_moments(RowMemory& memory, const Row<Di
   ComputeSync::sync();
   Moments parts[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) parts[w] = {memory.reduce[w].x, memory.reduce[w].y};
+  for (int w = 0; w < kWarps; ++w)
+    parts[w] = {memory.reduce[w].x, memory.reduce[w].y};
 #pragma unroll
   for (int width = 1; width < kWarps; width *= 2) {
 #pragma unroll
-    for (int w = 0; w < kWarps; w += 2 * width) parts[w] = join(parts[w], parts[w + width], kCount * 32 * width);
+    for (int w = 0; w < kWarps; w += 2 * width)
+      parts[w] = join(parts[w], parts[w + width], kCount * 32 * width);
   }
   return parts[0];
 }
@@ -220,8 +228,8 @@ __device__ __forceinline__ void load_row(Row<Dims>& row, const void* base, int64
 
 // Products of the normed row of position 0 with the stop head; drawn together with the first code.
 template <class Dims>
-__device__ __forceinline__ void stop_head(RowMemory& memory, const Row<Dims>& normed, const LocalFrameDecodeParams& params,
-                                          float* logits, int b) {
+__device__ __forceinline__ void stop_head(RowMemory& memory, const Row<Dims>& normed,
+                                          const LocalFrameDecodeParams& params, float* logits, int b) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     float dot = 0.0f;
@@ -248,8 +256,9 @@ __device__ __forceinline__ float4 load_logits(const float* partial, int b) {
     float4 part[Dims::Head::kSlices];
 #pragma unroll
     for (int s = 0; s < Dims::Head::kSlices; ++s)
-      part[s] = __ldcg(reinterpret_cast<const float4*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kVocab) +
-                       threadIdx.x);
+      part[s] =
+          __ldcg(reinterpret_cast<const float4*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kVocab) +
+                 threadIdx.x);
     sum = part[0];
 #pragma unroll
     for (int s = 1; s < Dims::Head::kSlices; ++s)
@@ -298,7 +307,8 @@ __device__ __forceinline__ void attend_head(const uint4& query, const uint4 (&ke
     float k[8], dot = 0.0f;
     unpack(key[r], k);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) dot += q[i] * k[i];
+    for (int i = 0; i < 8; ++i)
+      dot += q[i] * k[i];
     // Sum over the lanes of the key, then hand it to all of them.
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) {
@@ -311,7 +321,8 @@ __device__ __forceinline__ void attend_head(const uint4& query, const uint4 (&ke
   }
   float peak = highest;
 #pragma unroll
-  for (int g = 0; g < kKeys; ++g) peak = fmaxf(peak, __shfl_sync(kAll, highest, g * kChunks));
+  for (int g = 0; g < kKeys; ++g)
+    peak = fmaxf(peak, __shfl_sync(kAll, highest, g * kChunks));
   float sum = 0.0f, out[8] = {};
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
@@ -320,21 +331,24 @@ __device__ __forceinline__ void attend_head(const uint4& query, const uint4 (&ke
     unpack(val[r], v);
     sum += p;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] += p * v[i];
+    for (int i = 0; i < 8; ++i)
+      out[i] += p * v[i];
   }
   float total = 0.0f, mixed[8] = {};
 #pragma unroll
   for (int g = 0; g < kKeys; ++g) {
     total += __shfl_sync(kAll, sum, g * kChunks + chunk);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) mixed[i] += __shfl_sync(kAll, out[i], g * kChunks + chunk);
+    for (int i = 0; i < 8; ++i)
+      mixed[i] += __shfl_sync(kAll, out[i], g * kChunks + chunk);
   }
   if (group == 0) {
     const float inverse = 1.0f / total;
     uint4 packed;
     __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(mixed[2 * i] * inverse, mixed[2 * i + 1] * inverse);
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = __floats2bfloat162_rn(mixed[2 * i] * inverse, mixed[2 * i + 1] * inverse);
     *reinterpret_cast<uint4*>(destination) = packed;
   }
 }
@@ -376,7 +390,8 @@ __device__ __forceinline__ void attend(const bf16* query, KeyRow&& key_row, uint
 
 // The row's outputs once its last code is drawn, or where it draws none.
 template <class Dims>
-__device__ __forceinline__ void finish_row(const RowMemory& memory, const LocalFrameDecodeParams& params, int index, int b) {
+__device__ __forceinline__ void finish_row(const RowMemory& memory, const LocalFrameDecodeParams& params, int index,
+                                           int b) {
   const int tid = threadIdx.x;
   const bool live = memory.live[index];
   int64_t* codes = params.codes + static_cast<int64_t>(b) * kCodebooks;

@@ -38,7 +38,8 @@ struct SampleShared {
     unsigned long long weight_bins[256];
     unsigned long long pair_sums[kWarps][kListCapacity];
   };
-  unsigned long long list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
+  unsigned long long
+      list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
   unsigned long long warp_sum[kWarps];
   alignas(16) uint32_t warp_key[kWarps];
   alignas(16) uint32_t warp_low[kWarps];
@@ -50,8 +51,8 @@ struct SampleShared {
   int code;
 };
 
-// Order-preserving map of a float to an unsigned integer, -0.0 equal to +0.0. No float maps to 0 but a NaN, so 0 is free
-// for "no candidate".
+// Order-preserving map of a float to an unsigned integer, -0.0 equal to +0.0. No float maps to 0 but a NaN, so 0 is
+// free for "no candidate".
 __device__ __forceinline__ uint32_t order_key(float value) {
   const uint32_t bits = __float_as_uint(__fadd_rn(value, 0.0f));
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
@@ -102,7 +103,8 @@ __device__ __forceinline__ T warp_inclusive_scan(T value, int lane) {
 
 // Exclusive prefix over the block of one value per thread, with the block's total; two barriers.
 template <int THREADS, typename Sync>
-__device__ __forceinline__ unsigned long long block_exclusive_scan(unsigned long long value, unsigned long long* warp_sum,
+__device__ __forceinline__ unsigned long long block_exclusive_scan(unsigned long long value,
+                                                                   unsigned long long* warp_sum,
                                                                    unsigned long long* total, int tid) {
   const int lane = tid & 31, warp = tid >> 5;
   const unsigned long long inclusive = warp_inclusive_scan(value, lane);
@@ -128,29 +130,34 @@ __device__ __forceinline__ uint32_t seen_bits(const int32_t* seen, int vocab, in
   return id < vocab ? static_cast<uint32_t>(seen[id >> 5]) >> (id & 31) : 0u;
 }
 
-// Sums over all pairs of listed codes: warp w adds the codes w, w + W, ... to the sums of the lane's code, then the warps'
-// parts are added. `add(other order, other weight, sum)`; every warp gets every sum. One barrier.
+// Sums over all pairs of listed codes: warp w adds the codes w, w + W, ... to the sums of the lane's code, then the
+// warps' parts are added. `add(other order, other weight, sum)`; every warp gets every sum. One barrier.
 template <int SLOTS, typename Sync, typename Shared, typename Add>
-__device__ __forceinline__ void sum_pairs(Shared& shared, const uint32_t (&weight)[SLOTS], int count, int lane, int warp,
-                                          unsigned long long (&sum)[SLOTS], Add&& add) {
+__device__ __forceinline__ void sum_pairs(Shared& shared, const uint32_t (&weight)[SLOTS], int count, int lane,
+                                          int warp, unsigned long long (&sum)[SLOTS], Add&& add) {
 #pragma unroll
-  for (int i = 0; i < SLOTS; ++i) sum[i] = 0;
+  for (int i = 0; i < SLOTS; ++i)
+    sum[i] = 0;
 #pragma unroll 4
   for (int j = warp; j < count; j += Shared::kWarps) {
     const unsigned long long other = shared.list_order[j];
-    const uint32_t other_weight = __shfl_sync(0xffffffffu, SLOTS > 1 && j >= 32 ? weight[SLOTS - 1] : weight[0], j & 31);
+    const uint32_t other_weight =
+        __shfl_sync(0xffffffffu, SLOTS > 1 && j >= 32 ? weight[SLOTS - 1] : weight[0], j & 31);
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) add(i, other, other_weight);
+    for (int i = 0; i < SLOTS; ++i)
+      add(i, other, other_weight);
   }
   if constexpr (Shared::kWarps > 1) {
 #pragma unroll
-    for (int i = 0; i < SLOTS; ++i) shared.pair_sums[warp][lane + 32 * i] = sum[i];
+    for (int i = 0; i < SLOTS; ++i)
+      shared.pair_sums[warp][lane + 32 * i] = sum[i];
     Sync::sync();
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       sum[i] = 0;
 #pragma unroll
-      for (int w = 0; w < Shared::kWarps; ++w) sum[i] += shared.pair_sums[w][lane + 32 * i];
+      for (int w = 0; w < Shared::kWarps; ++w)
+        sum[i] += shared.pair_sums[w][lane + 32 * i];
     }
   }
 }
@@ -169,12 +176,13 @@ __device__ __forceinline__ int draw_from_list(Shared& shared, int count, float m
     const float value = key_value(static_cast<uint32_t>(order[i] >> 32));
     weight[i] = listed ? integer_weight(value == max_value ? 0.0f : __fsub_rn(value, max_value)) : 0u;
   }
-  // The weight before each code in the low bits, the number of codes strictly above it in the high ones. Codes that top_k
-  // drops come after all that it keeps, so they need not be gone yet.
-  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
-    sum[i] += (other > order[i] ? other_weight : 0u) +
-              (static_cast<unsigned long long>((other >> 32) > (order[i] >> 32)) << 48);
-  });
+  // The weight before each code in the low bits, the number of codes strictly above it in the high ones. Codes that
+  // top_k drops come after all that it keeps, so they need not be gone yet.
+  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum,
+                         [&](int i, unsigned long long other, uint32_t other_weight) {
+                           sum[i] += (other > order[i] ? other_weight : 0u) +
+                                     (static_cast<unsigned long long>((other >> 32) > (order[i] >> 32)) << 48);
+                         });
   unsigned long long total = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
@@ -192,9 +200,10 @@ __device__ __forceinline__ int draw_from_list(Shared& shared, int count, float m
     }
   }
   if constexpr (Shared::kWarps > 1) Sync::sync();
-  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
-    sum[i] += static_cast<uint32_t>(other) >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
-  });
+  sum_pairs<SLOTS, Sync>(
+      shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
+        sum[i] += static_cast<uint32_t>(other) >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
+      });
   const unsigned long long target = scaled(word, total);
   uint32_t code = 0;
 #pragma unroll
@@ -212,7 +221,8 @@ __device__ __forceinline__ uint32_t kth_key(Shared& shared, const uint32_t (&key
   uint32_t wanted = static_cast<uint32_t>(top_k);
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int i = tid; i < 256; i += THREADS) shared.bins[i] = 0;
+    for (int i = tid; i < 256; i += THREADS)
+      shared.bins[i] = 0;
     Sync::sync();
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
@@ -224,7 +234,8 @@ __device__ __forceinline__ uint32_t kth_key(Shared& shared, const uint32_t (&key
       // Lane 0 holds the highest digits, so that the scan runs from the top.
       uint32_t count[8], sum = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) count[i] = shared.bins[255 - (tid * 8 + i)], sum += count[i];
+      for (int i = 0; i < 8; ++i)
+        count[i] = shared.bins[255 - (tid * 8 + i)], sum += count[i];
       uint32_t above = warp_inclusive_scan(sum, tid) - sum;
       if (above < wanted && above + sum >= wanted) {
 #pragma unroll
@@ -247,13 +258,15 @@ __device__ __forceinline__ uint32_t kth_key(Shared& shared, const uint32_t (&key
 
 // The key of the code that crosses `bound`, and the weight above it, by radix selection over weights.
 template <int THREADS, int EPT, typename Sync, typename Shared>
-__device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t (&key)[EPT], const uint32_t (&weight)[EPT],
-                                                 unsigned long long bound, unsigned long long* weight_before, int tid) {
+__device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t (&key)[EPT],
+                                                 const uint32_t (&weight)[EPT], unsigned long long bound,
+                                                 unsigned long long* weight_before, int tid) {
   uint32_t prefix = 0;
   unsigned long long before = 0;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int i = tid; i < 256; i += THREADS) shared.weight_bins[i] = 0;
+    for (int i = tid; i < 256; i += THREADS)
+      shared.weight_bins[i] = 0;
     Sync::sync();
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
@@ -265,7 +278,8 @@ __device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t 
     if (tid < 32) {
       unsigned long long mass[8], sum = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mass[i] = shared.weight_bins[255 - (tid * 8 + i)], sum += mass[i];
+      for (int i = 0; i < 8; ++i)
+        mass[i] = shared.weight_bins[255 - (tid * 8 + i)], sum += mass[i];
       unsigned long long above = before + warp_inclusive_scan(sum, tid) - sum;
       if (above <= bound && bound < above + sum) {
 #pragma unroll
@@ -303,7 +317,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   const bool top_k_on = top_k > 0 && top_k < vocab;
   const bool top_p_on = params.top_p > 0.0f && params.top_p < 1.0f;
 
-  for (int i = tid; i < kSampleBins; i += THREADS) shared.bins[i] = 0;
+  for (int i = tid; i < kSampleBins; i += THREADS)
+    shared.bins[i] = 0;
   if (tid == 0) shared.list_count = 0;
 
   uint32_t key[EPT];
@@ -366,7 +381,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     if (lane == 0) shared.warp_key[warp] = first;
     Sync::sync();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) first = min(first, shared.warp_key[w]);
+    for (int w = 0; w < kWarps; ++w)
+      first = min(first, shared.warp_key[w]);
     result.code = static_cast<int>(first);
     return result;
   }
@@ -428,10 +444,10 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
       }
       Sync::sync();
       const int length = static_cast<int>(listed);
-      result.code =
-          length <= 32
-              ? draw_from_list<1, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed, params.word, lane, warp)
-              : draw_from_list<2, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed, params.word, lane, warp);
+      result.code = length <= 32 ? draw_from_list<1, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
+                                                           params.word, lane, warp)
+                                 : draw_from_list<2, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
+                                                           params.word, lane, warp);
       return result;
     }
     select_k = candidates > wanted;
@@ -439,7 +455,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
 
   uint32_t weight[EPT];
 #pragma unroll
-  for (int e = 0; e < EPT; ++e) weight[e] = key[e] ? integer_weight(-below_max(e)) : 0u;
+  for (int e = 0; e < EPT; ++e)
+    weight[e] = key[e] ? integer_weight(-below_max(e)) : 0u;
   if (select_k) {
     Sync::sync();
     const uint32_t threshold = kth_key<THREADS, EPT, Sync>(shared, key, top_k, tid);
@@ -450,7 +467,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   Sync::sync();
   unsigned long long mine = 0, total;
 #pragma unroll
-  for (int e = 0; e < EPT; ++e) mine += weight[e];
+  for (int e = 0; e < EPT; ++e)
+    mine += weight[e];
   unsigned long long exclusive = block_exclusive_scan<THREADS, Sync>(mine, shared.warp_sum, &total, tid);
   if (top_p_on) {
     const unsigned long long bound = scaled(top_p_fixed, total);
@@ -464,7 +482,8 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     }
     unsigned long long all_equal;
     unsigned long long rank = block_exclusive_scan<THREADS, Sync>(equal, shared.warp_sum, &all_equal, tid);
-    // Codes of equal score have equal weights: of the edge group the lowest ids stay, as many as start within the bound.
+    // Codes of equal score have equal weights: of the edge group the lowest ids stay, as many as start within the
+    // bound.
     const unsigned long long edge_weight = shared.edge_weight;
     const unsigned long long kept = (bound - before) / edge_weight + 1;
     mine = 0;

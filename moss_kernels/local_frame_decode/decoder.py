@@ -1,6 +1,7 @@
 """`LocalFrameDecoder`: the persistent CUDA kernel with its packed weights, table and workspace."""
 
 import ctypes
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -13,15 +14,30 @@ from .reference import LocalFrameWeights
 
 _OP = "local_frame_decode"
 _COUNTER_BYTES = 256
+# What the kernel reads unpacked.
+_VECTORS = (
+    "ln_1_weight",
+    "ln_1_bias",
+    "ln_2_weight",
+    "ln_2_bias",
+    "ln_f_weight",
+    "ln_f_bias",
+    "c_attn_bias",
+    "c_proj_bias",
+    "fc_in_bias",
+    "fc_out_bias",
+    "stop_head",
+    "embed_tokens",
+)
 
 
 class LocalFrameDecoder:
     """Decodes frames of one local transformer: stop decision, 12 codes and the next backbone input in one launch.
 
     The kernel streams each weight once per position, whatever the batch, and gives a row the same bits whatever the
-    batch size, its place, its neighbours and the number of multiprocessors. LayerNorm outputs, the inner activations, q,
-    k, v and the attention output are bf16; sums, the residual and the logits stay fp32, so it rounds less often than
-    eager PyTorch.
+    batch size, its place, its neighbours and the number of multiprocessors. LayerNorm outputs, the inner activations,
+    q, k, v and the attention output are bf16; sums, the residual and the logits stay fp32, so it rounds less often
+    than eager PyTorch.
 
     One decoder belongs to one stream or live graph at a time, since launches share its workspace.
 
@@ -69,13 +85,7 @@ class LocalFrameDecoder:
         device = embeddings.device
         if device.type != "cuda":
             raise ValueError(f"`{_OP}`: `weights` must be on a CUDA device, got {device}")
-        self._weights = {
-            name: getattr(weights, name).contiguous()
-            for name in (
-                "ln_1_weight ln_1_bias ln_2_weight ln_2_bias ln_f_weight ln_f_bias c_attn_bias c_proj_bias fc_in_bias "
-                "fc_out_bias stop_head embed_tokens"
-            ).split()
-        }
+        self._weights = {name: getattr(weights, name).contiguous() for name in _VECTORS}
         for name, tensor in (*self._weights.items(), ("audio_embeddings", self._embeddings)):
             _checks.require_dtype(_OP, name, tensor, torch.bfloat16)
             _checks.require_device(_OP, name, tensor, device)
@@ -106,9 +116,7 @@ class LocalFrameDecoder:
             self.qkv_table = self._build_table() if qkv_table else None
 
     def _build_table(self) -> Tensor:
-        table = torch.empty(
-            CODEBOOKS - 1, self._vocab, 3 * self._hidden, dtype=torch.bfloat16, device=self._device
-        )
+        table = torch.empty(CODEBOOKS - 1, self._vocab, 3 * self._hidden, dtype=torch.bfloat16, device=self._device)
         self._params.stream = torch.cuda.current_stream(self._device).cuda_stream
         _library.check_status(library().moss_local_qkv_table(ctypes.byref(self._params), table.data_ptr()))
         self._params.qkv_table = table.data_ptr()
@@ -182,10 +190,8 @@ class LocalFrameDecoder:
         if not 1 <= hidden.shape[0] <= self._max_batch:
             raise ValueError(f"`{_OP}`: `hidden` must have 1 .. {self._max_batch} rows, got {hidden.shape[0]}")
         params.batch, params.pool_rows = hidden.shape[0], state.seed.shape[0]
-        for name in (
-            "temperature top_k top_p repetition_penalty text_temperature text_top_k text_top_p seed frame seen".split()
-        ):
-            tensor = getattr(state, name)
+        for field in dataclasses.fields(state):
+            name, tensor = field.name, getattr(state, field.name)
             _checks.require_device(_OP, name, tensor, self._device)
             setattr(params, name, tensor.data_ptr())
         params.stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -203,7 +209,8 @@ def _rope_table(head_dim: int, base: float, device: torch.device) -> Tensor:
 
 def _pack(weights: LocalFrameWeights, embeddings: Tensor, model: int) -> Tensor:
     packed = torch.empty(library().moss_local_frame_packed_bytes(model), dtype=torch.uint8, device=embeddings.device)
-    sources = {name: getattr(weights, f"{name}_weight").contiguous() for name in ("c_attn", "c_proj", "fc_in", "fc_out")}
+    matrices = ("c_attn", "c_proj", "fc_in", "fc_out")
+    sources = {name: getattr(weights, f"{name}_weight").contiguous() for name in matrices}
     sources["audio_embeddings"] = embeddings
     for name, tensor in sources.items():
         _checks.require_dtype(_OP, name, tensor, torch.bfloat16)
