@@ -33,23 +33,27 @@ def checkpoint_directory(name: str) -> Path:
         raise CheckpointError(f"{name}: no such directory, and not fetched from Hugging Face ({reason})") from error
 
 
+def named_codec(model: Path) -> str | None:
+    """The codec that a model comes with: its directory `audio_tokenizer/`, or what its config names, or neither."""
+    if (model / CODEC_FOLDER).is_dir():
+        return str(model / CODEC_FOLDER)
+    named = read_config(model).get("audio_tokenizer_name_or_path")
+    return named if isinstance(named, str) else None
+
+
 def codec_directory(codec: str | None, model: Path | None) -> Path:
     """Returns the directory of the codec that belongs to a model.
 
     Args:
         codec: directory or Hugging Face id, if the caller named one.
-        model: checkpoint directory of the model; the codec lies in its `audio_tokenizer/`, or its config names one.
+        model: checkpoint directory of the model; without `codec`, its `named_codec` is taken.
 
     Raises:
         CheckpointError: there is none, or it cannot be fetched.
     """
-    if codec is not None:
-        return checkpoint_directory(codec)
-    if model is None:
+    if codec is None and model is None:
         raise CheckpointError("name the codec with --codec, or a model that comes with one with --model")
-    if (model / CODEC_FOLDER).is_dir():
-        return model / CODEC_FOLDER
-    named = read_config(model).get("audio_tokenizer_name_or_path")
-    if not isinstance(named, str):
+    name = named_codec(model) if codec is None else codec
+    if name is None:
         raise CheckpointError(f"{model}: holds no {CODEC_FOLDER}/ and its config names no codec; name one with --codec")
-    return checkpoint_directory(named)
+    return checkpoint_directory(name)

@@ -1,4 +1,4 @@
-"""What several subcommands share: option types, devices, stage times and the printed summary."""
+"""What several subcommands share: option types, devices, recordings, stage times and the printed summary."""
 
 import argparse
 import contextlib
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
-from moss_runtime.errors import UserError
+from moss_runtime.audio import load_audio
+from moss_runtime.errors import AudioError, UserError
+from moss_runtime.model.codec import CodecConfig
 from moss_runtime.optional import require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +48,18 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
         raise UserError(f"--device: no device {name} here (cuda devices: {count})")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return device, DTYPES.get(args.dtype, default)
+
+
+def load_recording(path: str, codec: CodecConfig, downmix: bool) -> torch.Tensor:
+    """Audio [channels, n] as the codec takes it.
+
+    Raises:
+        AudioError: as `load_audio`, or it is shorter than one frame.
+    """
+    audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
+    if audio.shape[1] < codec.samples_per_frame:
+        raise AudioError(f"{path}: shorter than one frame of {1000 / codec.frame_rate:.0f} ms")
+    return audio
 
 
 class StageTimes:

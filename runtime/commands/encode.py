@@ -4,15 +4,14 @@ import argparse
 
 from safetensors.torch import save
 
-from moss_runtime.audio import load_audio
 from moss_runtime.commands.common import (
     StageTimes,
     add_checkpoint_arguments,
     add_device_arguments,
     device_and_dtype,
+    load_recording,
     print_summary,
 )
-from moss_runtime.errors import AudioError
 from moss_runtime.files import replacing
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
@@ -31,9 +30,7 @@ def run(args: argparse.Namespace) -> None:
     device, dtype = device_and_dtype(args)
     directory = codec_directory(args.codec, checkpoint_directory(args.model) if args.model else None)
     config = CodecConfig.from_directory(directory)
-    audio = load_audio(args.audio, sampling_rate=config.sampling_rate, channels=config.channels, downmix=args.downmix)
-    if audio.shape[1] < config.samples_per_frame:
-        raise AudioError(f"{args.audio}: shorter than one frame of {1000 / config.frame_rate:.0f} ms")
+    audio = load_recording(args.audio, config, args.downmix)
     times = StageTimes(device)
     with replacing(args.output) as partial:
         with times.stage("load"):

@@ -10,7 +10,8 @@ from torch import nn
 
 from moss_runtime.commands.common import DTYPES, add_checkpoint_arguments, positive, print_summary
 from moss_runtime.demo_checkpoint import is_demo
-from moss_runtime.hub import checkpoint_directory, codec_directory
+from moss_runtime.errors import UserError
+from moss_runtime.hub import checkpoint_directory, named_codec
 from moss_runtime.model.checkpoint import check_tensors, tensor_shapes
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.codec.config import TransformerConfig
@@ -22,7 +23,7 @@ DEFAULT_CONTEXT = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_checkpoint_arguments(parser, model_required=True)
+    add_checkpoint_arguments(parser, model_required=False)
     parser.add_argument("--streams", type=positive, default=1, metavar="N", help="memory for N streams (default: 1)")
     parser.add_argument(
         "--context",
@@ -35,8 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints what is there, compares names and shapes with the checkpoint's own config, then prints the memory."""
-    directory = checkpoint_directory(args.model)
+    """Prints what is there, compares names and shapes with each checkpoint's own config, then prints the memory."""
+    model = None if args.model is None else checkpoint_directory(args.model)
+    codec = named_codec(model) if args.codec is None and model is not None else args.codec
+    if model is None and codec is None:
+        raise UserError("name a checkpoint: a model with --model, a codec with --codec, or both")
+    memory = {}
+    if model is not None:
+        memory |= _inspect_model(model, args)
+    if codec is not None:
+        memory |= _inspect_codec(checkpoint_directory(codec), args)
+    else:
+        print("Codec: the model comes with none; name one with --codec")
+    print("Names and shapes of all tensors are those that the config asks for.")
+    print(f"Memory for {args.streams} streams of at most {args.context} tokens, {args.dtype}")
+    print_summary({f"  {name}": _size(size) for name, size in {**memory, "total": sum(memory.values())}.items()})
+
+
+def _inspect_model(directory: Path, args: argparse.Namespace) -> dict[str, int]:
+    """Prints and checks the model; returns the bytes of what stays allocated, without activations."""
     config = ModelConfig.from_directory(directory)
     model = MossTTS.on_meta(config)
     backbone = config.backbone
@@ -53,28 +71,36 @@ def run(args: argparse.Namespace) -> None:
         }
     )
     check_tensors(model, directory, tied=model.tied)
+    itemsize = DTYPES[args.dtype].itemsize
+    kv_per_token = 2 * backbone.num_hidden_layers * backbone.num_key_value_heads * backbone.head_dim * itemsize
+    tokens = min(args.context, backbone.max_position_embeddings)
+    return {
+        "model weights": _parameters(model) * itemsize,
+        "KV cache": args.streams * tokens * kv_per_token,
+    }
 
-    codec_path = codec_directory(args.codec, directory)
-    codec_config = CodecConfig.from_directory(codec_path)
+
+def _inspect_codec(directory: Path, args: argparse.Namespace) -> dict[str, int]:
+    """As `_inspect_model`, of the codec."""
+    config, dtype = CodecConfig.from_directory(directory), DTYPES[args.dtype]
     with torch.device("meta"):
-        codec = Codec(codec_config)
-    print(f"Codec {codec_path}")
+        codec = Codec(config)
+    print(f"Codec {directory}")
     print_summary(
         {
-            "  audio": f"{codec_config.sampling_rate} Hz, {codec_config.channels} channels, "
-            f"{codec_config.samples_per_frame} samples per frame, {codec_config.frame_rate:g} frames/s",
-            "  codes": f"{codec_config.codebooks} codebooks of {codec_config.codebook_size}",
-            **_contents(codec_path, codec),
+            "  audio": f"{config.sampling_rate} Hz, {config.channels} channels, "
+            f"{config.samples_per_frame} samples per frame, {config.frame_rate:g} frames/s",
+            "  codes": f"{config.codebooks} codebooks of {config.codebook_size}",
+            **_contents(directory, codec),
         }
     )
-    check_tensors(codec, codec_path)
-    print("Names and shapes of all tensors are those that the configs ask for.")
-
-    dtype = DTYPES[args.dtype]
-    context = min(args.context, backbone.max_position_embeddings)
-    print(f"Memory for {args.streams} streams of {context} tokens, {args.dtype}")
-    memory = _memory(model, codec, args.streams, context, dtype)
-    print_summary({f"  {name}": _size(size) for name, size in {**memory, "total": sum(memory.values())}.items()})
+    check_tensors(codec, directory)
+    stages = [module for module in config.decoder if isinstance(module, TransformerConfig)]
+    transformers = _parameters(codec.encoder) + _parameters(codec.decoder)
+    return {
+        "codec weights": transformers * dtype.itemsize + _parameters(codec.quantizer) * torch.float32.itemsize,
+        "codec state": CodecSlots.size_in_bytes(stages, args.streams, dtype),
+    }
 
 
 def _contents(directory: Path, module: nn.Module) -> dict[str, str]:
@@ -91,20 +117,6 @@ def _contents(directory: Path, module: nn.Module) -> dict[str, str]:
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _memory(model: MossTTS, codec: Codec, streams: int, context: int, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of what stays allocated while streams run; activations come on top."""
-    backbone = model.config.backbone
-    kv_per_token = 2 * backbone.num_hidden_layers * backbone.num_key_value_heads * backbone.head_dim * dtype.itemsize
-    stages = [module for module in codec.config.decoder if isinstance(module, TransformerConfig)]
-    transformers = _parameters(codec.encoder) + _parameters(codec.decoder)
-    return {
-        "model weights": _parameters(model) * dtype.itemsize,
-        "codec weights": transformers * dtype.itemsize + _parameters(codec.quantizer) * torch.float32.itemsize,
-        "KV cache": streams * context * kv_per_token,
-        "codec state": CodecSlots.size_in_bytes(stages, streams, dtype),
-    }
 
 
 def _size(size: int) -> str:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from moss_kernels import SamplingParams
-from moss_runtime.audio import load_audio, wav_writer
+from moss_runtime.audio import wav_writer
 from moss_runtime.commands.common import (
     StageTimes,
     add_checkpoint_arguments,
     add_device_arguments,
     device_and_dtype,
+    load_recording,
     positive,
     print_summary,
     progress_bar,
@@ -26,7 +27,7 @@ from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.prompt import PromptBuilder
-from moss_runtime.model.tts import DEFAULT_MAX_FRAMES, Generation, MossTTS
+from moss_runtime.model.tts import DEFAULT_MAX_FRAMES, NOT_FINITE, Generation, MossTTS
 
 SAMPLING = {
     "temperature": (float, "of the audio codes; 0 takes the most probable"),
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     _check_pair(config, codec_config)
     prompts = PromptBuilder(model_directory / "tokenizer.json", config)
     recordings = [
-        _load_recording(path, codec_config, args.downmix)
+        load_recording(path, codec_config, args.downmix)
         for path in [*args.reference, *([] if args.prompt_audio is None else [args.prompt_audio])]
     ]
     times = StageTimes(device)
@@ -105,9 +106,7 @@ def run(args: argparse.Namespace) -> None:
         synthesize = _stream if args.stream else _synthesize
         result = synthesize(model, codec, prompt, params, args.max_frames, write, times)
         if result.finish_reason == "error":
-            raise CheckpointError(
-                f"{model_directory}: logits are not finite in {dtype}: corrupt weights, or a dtype too narrow"
-            )
+            raise CheckpointError(f"{model_directory}: {NOT_FINITE.format(dtype)}")
     if is_demo(model_directory):
         print(f"{model_directory} is the demo checkpoint: its weights are random and its speech is noise.")
     _report(args.output, result, codec_config, times)
@@ -201,13 +200,6 @@ def _check_pair(config: ModelConfig, codec: CodecConfig) -> None:
             f"the model speaks {model_codes[0]} codebooks of {model_codes[1]}, "
             f"the codec {codec_codes[0]} of {codec_codes[1]}: they do not belong together"
         )
-
-
-def _load_recording(path: str, codec: CodecConfig, downmix: bool) -> Tensor:
-    audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
-    if audio.shape[1] < codec.samples_per_frame:
-        raise UserError(f"{path}: shorter than one frame of {1000 / codec.frame_rate:.0f} ms")
-    return audio
 
 
 def _report(output: str, result: Generation, codec: CodecConfig, times: StageTimes) -> None:

@@ -18,6 +18,7 @@ from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.local_transformer import LocalTransformer
 
 DEFAULT_MAX_FRAMES = 4096
+NOT_FINITE = "logits are not finite in {}: corrupt weights, or a dtype too narrow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +137,10 @@ class MossTTS(nn.Module):
         Raises:
             As `generate_frames`, but a row whose logits are not finite ends with the finish reason "error".
         """
-        self._check_params(params)
-        params = with_seeds(params)
-        limits = self._frame_limits(prompts, max_frames)
+        params, limits = self._admit(prompts, params, max_frames)
         frames: list[list[Tensor]] = [[] for _ in prompts]
         failed: set[int] = set()
-        for codes, is_frame in self._frames(prompts, params, max_frames, failed):
+        for codes, is_frame in self._frames(prompts, params, limits, failed):
             for row in is_frame.nonzero()[:, 0].tolist():
                 frames[row].append(codes[row])
             if on_frame is not None:
@@ -185,32 +184,26 @@ class MossTTS(nn.Module):
                 ends there; the error comes after the last frame of the others.
         """
         failed: set[int] = set()
-        yield from self._frames(prompts, params, max_frames, failed)
+        yield from self._frames(prompts, *self._admit(prompts, params, max_frames), failed)
         if failed:
-            reason = "corrupt weights, or a dtype too narrow"
-            raise CheckpointError(f"prompts {sorted(failed)}: logits are not finite in {self.dtype}: {reason}")
+            raise CheckpointError(f"prompts {sorted(failed)}: {NOT_FINITE.format(self.dtype)}")
 
     @torch.no_grad()
     def _frames(
         self,
         prompts: Sequence[Tensor],
         params: Sequence[SamplingParams],
-        max_frames: int | Sequence[int],
+        limits: Sequence[int],
         failed: set[int],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `generate_frames`; puts the rows that end because their logits are not finite in `failed`."""
-        self._check_params(params)
-        limits = torch.tensor(self._frame_limits(prompts, max_frames), device=self.device)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"generate: `params` must hold one entry for each of {len(prompts)} prompts, got {len(params)}"
-            )
+        """As `generate_frames`, with what `_admit` returns; puts rows whose logits are not finite in `failed`."""
         config, batch, weights = self.config, len(prompts), self.frame_weights()
         state = SamplingState.allocate(
             rows=batch, codebooks=config.n_vq, vocab=config.audio_vocab_size, device=self.device
         )
-        for row, row_params in enumerate(with_seeds(params)):
+        for row, row_params in enumerate(params):
             state.set_row(row, row_params, seed=row_params.seed)
+        frame_limits = torch.tensor(limits, device=self.device)
         row_map = torch.arange(batch, dtype=torch.int32, device=self.device)
         active = torch.ones(batch, dtype=torch.bool, device=self.device)
 
@@ -226,7 +219,7 @@ class MossTTS(nn.Module):
             if not is_frame.any():
                 return
             yield frame.codes.where(is_frame[:, None], config.audio_pad_token_id), is_frame
-            active = is_frame & (state.frame[:batch] < limits)
+            active = is_frame & (state.frame[:batch] < frame_limits)
             if not active.any():
                 return
             embeds = frame.feedback
@@ -245,10 +238,19 @@ class MossTTS(nn.Module):
             self.transformer(embeds[:, :-1], cache, columns >= longest - lengths[:, None])
         return embeds[:, -1]
 
-    def _frame_limits(self, prompts: Sequence[Tensor], max_frames: int | Sequence[int]) -> list[int]:
-        """Check the prompts and limits; frames that each prompt may have, within max_frames and the context."""
+    def _admit(
+        self, prompts: Sequence[Tensor], params: Sequence[SamplingParams], max_frames: int | Sequence[int]
+    ) -> tuple[list[SamplingParams], list[int]]:
+        """Check a batch; its parameters with seeds, and how many frames each prompt may have in the context."""
         if len(prompts) == 0:
             raise ValueError("generate: `prompts` must hold at least one prompt, got none")
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"generate: `params` must hold one entry for each of {len(prompts)} prompts, got {len(params)}"
+            )
+        for index, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"generate: `params[{index}]` must be a SamplingParams, got {type(one).__name__}")
         limits = [max_frames] * len(prompts) if isinstance(max_frames, int) else list(max_frames)
         if len(limits) != len(prompts):
             raise ValueError(
@@ -263,13 +265,8 @@ class MossTTS(nn.Module):
             self._check_prompt(f"prompts[{index}]", prompt)
         # The frame number n (from 0) reads the context's position T - 1 + n.
         context = self.config.backbone.max_position_embeddings
-        return [min(limit, context + 1 - len(prompt)) for limit, prompt in zip(limits, prompts, strict=True)]
-
-    @staticmethod
-    def _check_params(params: Sequence[SamplingParams]) -> None:
-        for index, one in enumerate(params):
-            if not isinstance(one, SamplingParams):
-                raise TypeError(f"generate: `params[{index}]` must be a SamplingParams, got {type(one).__name__}")
+        limits = [min(limit, context + 1 - len(prompt)) for limit, prompt in zip(limits, prompts, strict=True)]
+        return with_seeds(params), limits
 
     def _check_prompt(self, name: str, prompt: Tensor) -> None:
         config = self.config
