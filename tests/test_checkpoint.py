@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moss_runtime.errors import CheckpointError
 from moss_runtime.model import ModelConfig, MossTTS
 from moss_runtime.model.checkpoint import check_tensors, load_weights, read_config, tensor_shapes
+from moss_runtime.model.codec import Codec
 
 GOLDEN = Path(__file__).parent / "golden" / "local_hd16"
 TABLE = "audio_embeddings.3.weight"
@@ -60,12 +61,13 @@ def test_tensor_shapes():
     assert len(shapes) == 51
 
 
-def test_weights_are_mapped_not_copied():
-    model = MossTTS.from_pretrained(GOLDEN)
+@pytest.mark.parametrize(("kind", "directory"), [(MossTTS, GOLDEN), (Codec, GOLDEN.parent / "codec")])
+def test_weights_are_mapped_not_copied(kind, directory):
+    model = kind.from_pretrained(directory)
     mapped = [
         [int(end, 16) for end in line.split()[0].split("-")]
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith(str((GOLDEN / "model.safetensors").resolve()))
+        if line.endswith(str((directory / "model.safetensors").resolve()))
     ]
     for name, parameter in model.named_parameters():
         assert any(start <= parameter.data_ptr() < end for start, end in mapped), name

@@ -1,0 +1,74 @@
+"""`moss-tts synth` while it works: what `--stream` writes when, and the bar on a terminal."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+
+from moss_runtime.cli import main
+from moss_runtime.commands import synth
+from moss_runtime.demo_checkpoint import write_demo_checkpoint
+from moss_runtime.model.tts import MossTTS
+
+SAMPLES_PER_FRAME = 3840
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint") / "demo"
+    write_demo_checkpoint(directory)
+    return str(directory)
+
+
+def run(demo, output, *options):
+    arguments = ["synth", "--model", demo, "-o", str(output), "--seed", "3", "--max-frames", "20", *options]
+    assert main([*arguments, "The harbour lights go out."]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--stream"], [1, -1, 2, -2, 4, -4, 8, -8, 5, -5]),  # frames made, frames written (negative)
+        ([], [20, -20]),
+    ],
+)
+def test_audio_is_written_while_the_codes_are_generated(demo, tmp_path, monkeypatch, options, expected):
+    events = []
+    generate, wav_writer = MossTTS.generate, synth.wav_writer
+
+    def counting(self, *args, on_frame, **limits):
+        def count(*step):
+            if events and events[-1] > 0:
+                events[-1] += 1
+            else:
+                events.append(1)
+            on_frame(*step)
+
+        return generate(self, *args, on_frame=count, **limits)
+
+    @contextlib.contextmanager
+    def watching(*args):
+        with wav_writer(*args) as write:
+
+            def watch(audio):
+                events.append(-audio.shape[1] // SAMPLES_PER_FRAME)
+                write(audio)
+
+            yield watch
+
+    monkeypatch.setattr(MossTTS, "generate", counting)
+    monkeypatch.setattr(synth, "wav_writer", watching)
+    run(demo, tmp_path / "out.wav", *options)
+    assert events == expected
+
+
+def test_the_bar_is_for_terminals_alone(demo, tmp_path, monkeypatch):
+    for terminal in (True, False):
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        run(demo, tmp_path / "out.wav")
+        assert ("generating frames" in screen.getvalue() and "20/20" in screen.getvalue()) == terminal
+        assert terminal or screen.getvalue() == ""
