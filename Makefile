@@ -7,6 +7,8 @@ CMAKE := $(shell command -v cmake)
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" \
 	if sys.version_info < (3, 11) else None)'
 JOBS := $(shell nproc 2>/dev/null || echo 2)
+CAN_BUILD := $(and $(NVCC),$(CMAKE))
+NOTICE = echo "==> NOTICE: nvcc or cmake is missing: libmoss_kernels.so is not built and its tests are skipped" >&2
 
 .PHONY: demo test lint lib
 .DELETE_ON_ERROR:
@@ -24,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
-ifneq ($(and $(NVCC),$(CMAKE)),)
+ifneq ($(CAN_BUILD),)
 lib:
 	cmake -S . -B build/cmake -DCMAKE_CUDA_COMPILER=$(NVCC) -DMOSS_LIBRARY_DIR=$(CURDIR)/moss_kernels/lib
 	cmake --build build/cmake --parallel $(JOBS)
@@ -34,11 +36,12 @@ lib:
 	@exit 1
 else
 lib:
-	@echo "==> NOTICE: nvcc or cmake is missing: libmoss_kernels.so is not built and its tests are skipped" >&2
+	@$(NOTICE)
 endif
 
 $(STAMP): requirements.txt pyproject.toml setup.py
 	test -x $(BIN)/pip || { $(CHECK_PYTHON) && $(PYTHON) -m venv .venv; } || { rm -rf .venv; exit 1; }
 	$(BIN)/pip install --quiet --requirement requirements.txt
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	@$(if $(CAN_BUILD),,$(NOTICE))
 	touch $(STAMP)

@@ -1,10 +1,13 @@
 """Rules about the tree itself."""
 
 import re
+import runpy
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {".py", ".cu", ".cuh", ".h", ".c", ".cpp", ".md", ".txt", ".toml", ".cmake"}
@@ -72,3 +75,16 @@ def test_packages_are_pinned_within_the_declared_bounds():
     assert {"torch", "triton", "numpy", "pytest", "ruff"} <= pins.keys()
     for name in bounds.keys() & pins.keys():
         assert [int(part) for part in pins[name].split(".")] >= [int(part) for part in bounds[name].split(".")], name
+
+
+def test_setup_goes_without_the_library_where_it_cannot_be_built_and_says_so(monkeypatch, capsys):
+    installed = {}
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None)
+    monkeypatch.setattr(setuptools, "setup", installed.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert "nvcc and cmake not found: installing without libmoss_kernels.so" in capsys.readouterr().err
+    assert installed["ext_modules"] == []
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/usr/bin/{tool}")
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert capsys.readouterr().err == ""
+    assert [extension.name for extension in installed["ext_modules"]] == ["moss_kernels.lib.libmoss_kernels"]
