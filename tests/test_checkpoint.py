@@ -74,9 +74,14 @@ def test_weights_are_mapped_not_copied(kind, directory):
         assert not parameter.requires_grad
 
 
-def test_cast():
-    model = MossTTS.from_pretrained(GOLDEN, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+def test_dtype_and_device_are_the_callers():
+    """The meta device stands for one that is not the CPU."""
+    for device in ("cpu", "meta"):
+        model = MossTTS.from_pretrained(GOLDEN, dtype=torch.bfloat16, device=device)
+        assert {(tensor.dtype, tensor.device.type) for tensor in model.parameters()} == {(torch.bfloat16, device)}
+        codec = Codec.from_pretrained(GOLDEN.parent / "codec", dtype=torch.float16, device=device)
+        assert {tensor.device.type for tensor in codec.parameters()} == {device}
+        assert (codec.dtype, codec.device.type) == (torch.float16, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "float32"])
