@@ -29,6 +29,7 @@ def test_inspect_counts_what_the_files_hold(tmp_path, capsys):
     output = capsys.readouterr().out
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "demo" / "model.safetensors").values())
     assert f"{parameters:,}" in output and "51 (51 BF16)" in output
+    assert re.search("tokenizer +tokenizer.json\n", output)
     assert f"model weights  {parameters * 4 / 2**20:.2f} MiB" in output
     assert f"KV cache       {3 * 1000 * 2 * 2 * 2 * 32 * 4 / 2**20:.2f} MiB" in output
 
@@ -72,7 +73,7 @@ def test_a_model_or_a_codec_alone(capsys):
     assert main(["inspect", "--model", str(GOLDEN / "local_hd16")]) == 0
     model = capsys.readouterr().out
     assert COMPLETE in model and "51 (51 F32)" in model and "KV cache" in model and "codec weights" not in model
-    assert "name one with --codec" in model
+    assert "name one with --codec" in model and "no tokenizer.json, which prompts need" in model
     assert main(["inspect", "--codec", str(GOLDEN / "codec_mono")]) == 0
     codec = capsys.readouterr().out
     assert COMPLETE in codec and "1600 Hz, 1 channels" in codec and "codec state" in codec and "KV cache" not in codec

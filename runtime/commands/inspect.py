@@ -20,6 +20,7 @@ from moss_runtime.model.tts import MossTTS
 from moss_runtime.state.codec_slots import CodecSlots
 
 DEFAULT_CONTEXT = 2048
+TOKENIZER = "tokenizer.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ def _inspect_model(directory: Path, args: argparse.Namespace) -> dict[str, int]:
             f"context {backbone.max_position_embeddings}",
             "  local": f"{config.local.n_head} heads x {config.local.head_dim}, FFN {config.local.n_inner}",
             "  codes": f"{config.n_vq} codebooks of {config.audio_vocab_size}",
+            "  tokenizer": TOKENIZER if (directory / TOKENIZER).is_file() else f"no {TOKENIZER}, which prompts need",
             **_contents(directory, model),
         }
     )
