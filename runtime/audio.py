@@ -56,6 +56,8 @@ def load_audio(path: str | Path, *, sampling_rate: int = 48_000, channels: int =
         raise AudioError(f"{path}: cannot be read ({error.strerror})") from None
     except (RuntimeError, TypeError) as error:  # libsndfile's errors; TypeError for headerless formats
         raise AudioError(f"{path}: not readable as audio, or damaged ({_last_part(error)})") from None
+    except MemoryError:  # a damaged header may claim any length
+        raise AudioError(f"{path}: damaged, or too long for the memory: claims {expected} samples") from None
     if len(samples) < expected or _ends_early(path, file_format):
         raise AudioError(f"{path}: the file is truncated")
     if len(samples) == 0:

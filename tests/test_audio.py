@@ -91,6 +91,17 @@ def test_ogg_without_its_last_page(tmp_path):
         load_audio(path)
 
 
+def test_a_header_that_claims_more_than_any_memory(tmp_path):
+    path = write(tmp_path / "a.flac", tone(4_800))
+    data = bytearray(path.read_bytes())
+    data[21] |= 0x0F  # the 36 bits of the number of samples in STREAMINFO
+    data[22:26] = b"\xff" * 4
+    path.write_bytes(data)
+    # Where memory that is never touched may be promised, the file turns out to be shorter.
+    with pytest.raises(AudioError, match="claims 68719476735 samples|truncated"):
+        load_audio(path)
+
+
 @pytest.mark.parametrize("missing", [1, 2, 4_000])
 def test_wav_that_lacks_its_last_bytes(tmp_path, missing):
     path = write(tmp_path / "a.wav", tone(4_800), subtype="PCM_16")

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import soundfile
 
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
 
@@ -74,6 +76,18 @@ def test_a_closed_or_full_standard_output_is_one_line(demo):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(command("inspect", demo), stdout=full, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "No space left" in result.stderr
+
+
+def test_a_damaged_mp3_is_one_line(demo, tmp_path):
+    """The decoder has much to say about it."""
+    path = tmp_path / "in.mp3"
+    soundfile.write(path, numpy.random.uniform(-0.5, 0.5, (48_000, 2)), 48_000)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 3] + b"noise" * 100 + data[len(data) // 2 : -2000])
+    encode = command("encode", demo, "in.mp3", "-o", "codes")
+    result = subprocess.run(encode, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "in.mp3: " in result.stderr and os.listdir(tmp_path) == ["in.mp3"]
 
 
 def test_a_full_disk_leaves_nothing_behind(demo, tmp_path):

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 
@@ -56,10 +58,27 @@ def load_recording(path: str, codec: CodecConfig, downmix: bool) -> torch.Tensor
     Raises:
         AudioError: as `load_audio`, or it is shorter than one frame.
     """
-    audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
+    with _quiet_libraries():
+        audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
     if audio.shape[1] < codec.samples_per_frame:
         raise AudioError(f"{path}: shorter than one frame of {1000 / codec.frame_rate:.0f} ms")
     return audio
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """The MP3 decoder prints notes about damaged files to file descriptor 2, but an error is one line of ours."""
+    if sys.stderr is None:  # closed; the descriptor may be another file's by now
+        yield
+        return
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 class StageTimes:
