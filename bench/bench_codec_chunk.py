@@ -17,7 +17,8 @@ import torch
 
 from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
-from moss_kernels.codec_linear import persistent_kernel, row_kernels, stream_kernel, tile_kernel, triton_kernel
+from moss_kernels import _launch
+from moss_kernels.codec_linear import stream_kernel, triton_kernel
 from moss_kernels.testing.codec_weights import codec_weights
 from moss_runtime.graphs import CodecChunk
 from moss_runtime.graphs.codec_chunk import FRAMES
@@ -142,8 +143,7 @@ def switched(options: argparse.Namespace):
         if "prefetch" in options.without:
             stack.enter_context(mock.patch.object(stream_kernel, "PREFETCH", False))
         if "dependent_launch" in options.without:
-            for module in (stream_kernel, tile_kernel, persistent_kernel, row_kernels):
-                stack.enter_context(mock.patch.object(module, "supports_dependent_launch", lambda device: False))
+            stack.enter_context(mock.patch.object(_launch, "enabled", False))
         yield
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moss_kernels import _launch
 from moss_kernels.codec_linear import codec_linear, codec_linear_reference, layer_norm_sums, scratch_size, triton_kernel
 from moss_kernels.codec_linear.tiles import Tile, candidates, tile_for
 
@@ -206,8 +207,10 @@ def test_fp32_on_the_gpu(kind, m, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 480, 9000])
-def test_replay_of_a_chain_equals_eager(m):
+@pytest.mark.parametrize("dependent", [False, True])
+def test_replay_of_a_chain_equals_eager(m, dependent, monkeypatch):
     """Kernels that may start early still wait for the one before: an MLP on its own residual stream, many times."""
+    monkeypatch.setattr(_launch, "enabled", dependent)
     up = make_arguments("norm_gelu", m, 3072, 768, dtype=torch.bfloat16, device="cuda")
     down = make_arguments("scale", m, 768, 3072, dtype=torch.bfloat16, device="cuda")
     down |= {"x": up["out"]}

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moss_kernels.ring_attention.triton_kernel import supports_dependent_launch
+from moss_kernels._launch import dependent_launch
 
 from .epilogue import gelu
 from .reference import NORM_EPS
@@ -62,7 +62,7 @@ def epilogue_kernel(
 def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, out: torch.Tensor) -> None:
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
     m, k = x.shape
-    dependent = supports_dependent_launch(x.device)
+    dependent = dependent_launch(x.device)
     layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
         x,
         norm_weight,

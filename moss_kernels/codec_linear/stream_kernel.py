@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moss_kernels.ring_attention.triton_kernel import supports_dependent_launch
+from moss_kernels._launch import dependent_launch
 
 from .epilogue import finish_tile
 from .reference import NORM_EPS
@@ -118,7 +118,7 @@ def codec_linear_stream(
 ) -> None:
     """All of `codec_linear`; a warp takes `tile.block_k` of each step over K."""
     (m, k), n = x.shape, weight.shape[0]
-    dependent = supports_dependent_launch(x.device)
+    dependent = dependent_launch(x.device)
     codec_linear_stream_kernel[(tile.count(m, n),)](
         x,
         weight,

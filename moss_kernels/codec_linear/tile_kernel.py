@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moss_kernels.ring_attention.triton_kernel import supports_dependent_launch
+from moss_kernels._launch import dependent_launch
 
 from .epilogue import finish_tile
 from .tiles import Tile
@@ -65,7 +65,7 @@ def codec_linear_tiles(
 ) -> None:
     """The part of `codec_linear` after the norm; x [M, K] float32 or bfloat16."""
     (m, k), n = x.shape, weight.shape[0]
-    dependent = supports_dependent_launch(x.device)
+    dependent = dependent_launch(x.device)
     codec_linear_tile_kernel[(tile.count(m, n),)](
         x,
         weight,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from moss_kernels._launch import dependent_launch
+
 HEAD_DIMS = (16, 32, 64)
 
 # The start of the running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
@@ -193,11 +195,6 @@ def _config(dtype: torch.dtype, tokens: int) -> Config:
     return Config(queries=64, keys=64, warps=4, stages=3)
 
 
-def supports_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on the device can wait for the one before them (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def require_head_dim(op: str, head_dim: int) -> None:
     """Raises NotImplementedError unless the Triton kernels take the head_dim."""
     if head_dim not in HEAD_DIMS:
@@ -219,8 +216,8 @@ def ring_attention_triton(
 ) -> None:
     """Triton implementation of `moss_kernels.ring_attention`, which documents and checks the arguments.
 
-    On Hopper it is launched with programmatic stream serialization: it waits for the kernel before it ahead of its
-    first read of anything that this kernel could have written.
+    With dependent launch it waits for the kernel before it ahead of its first read of anything that this kernel could
+    have written.
     """
     batch, tokens = qkv.shape[:2]
     ring_slots, heads, capacity, head_dim = ring_k.shape
@@ -228,7 +225,7 @@ def ring_attention_triton(
     if batch == 0 or tokens == 0:
         return
     config = _config(qkv.dtype, tokens)
-    dependent = supports_dependent_launch(qkv.device)
+    dependent = dependent_launch(qkv.device)
     ring_attention_kernel[(triton.cdiv(tokens, config.queries), heads, batch)](
         qkv,
         cos_sin,

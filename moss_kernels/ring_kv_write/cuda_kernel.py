@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
 
 
 class RingKvWriteParams(ctypes.Structure):
@@ -52,7 +53,7 @@ def ring_kv_write_cuda(
 ) -> None:
     """See `moss_kernels.ring_kv_write`. Each thread moves 16 bytes of a key and of its value.
 
-    Launched with programmatic stream serialization: the kernel waits for the one before it ahead of its first read.
+    With dependent launch the kernel waits for the one before it ahead of its first read.
     """
     heads, capacity, head_dim = ring_k.shape[1:]
     params = RingKvWriteParams(
@@ -71,7 +72,7 @@ def ring_kv_write_cuda(
         slots=slots.data_ptr(),
         valid=valid.data_ptr(),
         offset=offset.data_ptr(),
-        dependent_launch=1,
+        dependent_launch=dependent_launch(qkv.device),
         stream=torch.cuda.current_stream(qkv.device).cuda_stream,
     )
     with torch.cuda.device(qkv.device):

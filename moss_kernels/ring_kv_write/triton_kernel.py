@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moss_kernels.ring_attention.triton_kernel import require_head_dim, rotate_pairs, supports_dependent_launch
+from moss_kernels._launch import dependent_launch
+from moss_kernels.ring_attention.triton_kernel import require_head_dim, rotate_pairs
 
 MAX_BLOCK_TOKENS = 32
 # One compiled kernel serves all chunk lengths of a tile size, and all rings.
@@ -70,7 +71,7 @@ def ring_kv_write_triton(
 ) -> None:
     """Triton implementation of `moss_kernels.ring_kv_write`, which documents and checks the arguments.
 
-    On Hopper it is launched with programmatic stream serialization and waits for the kernel before it at its start.
+    With dependent launch it waits for the kernel before it at its start.
     """
     batch, tokens = qkv.shape[:2]
     heads, capacity, head_dim = ring_k.shape[1:]
@@ -78,7 +79,7 @@ def ring_kv_write_triton(
     if batch == 0 or tokens == 0:
         return
     block_tokens = min(MAX_BLOCK_TOKENS, triton.next_power_of_2(tokens))
-    dependent = supports_dependent_launch(qkv.device)
+    dependent = dependent_launch(qkv.device)
     ring_kv_write_kernel[(triton.cdiv(tokens, block_tokens), heads, batch)](
         qkv,
         cos_sin,

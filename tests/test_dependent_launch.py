@@ -1,0 +1,74 @@
+"""Kernels that may start early wait before they touch what another kernel writes, in the compiled code too."""
+
+import importlib
+import re
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moss_kernels import _launch
+
+OPS = ("codec_linear", "ring_attention", "ring_kv_write")
+# Hints, and volatile loads of what chooses them.
+HARMLESS = re.compile(r"prefetch|ld\.volatile")
+TOUCHES_MEMORY = re.compile(r"\b(ld\.global|st\.global|cp\.async\.(ca|cg|bulk)|red\.|atom\.)\S*")
+# Loads the parameters of the norm, which no kernel writes, ahead of the wait.
+LOADS_WEIGHTS_EARLY = "layer_norm_kernel"
+
+
+def accesses_before_wait(ptx: str, *, loads: bool) -> list[str]:
+    """Global memory accesses above `griddepcontrol.wait`, which must be there once; without `loads` stores alone."""
+    head, *tails = re.split(r"griddepcontrol\.wait", ptx)
+    assert len(tails) == 1, f"{len(tails)} waits"
+    lines = [line.strip() for line in head.splitlines() if not HARMLESS.search(line)]
+    found = [line for line in lines if TOUCHES_MEMORY.search(line)]
+    return found if loads else [line for line in found if "ld.global" not in line]
+
+
+def specs():
+    """One variant of each bfloat16 kernel and tile."""
+    chosen = {}
+    for op in OPS:
+        for spec in importlib.import_module(f"moss_kernels.{op}.triton_kernel").compile_specs():
+            kernel, signature, constexprs, _ = spec
+            if constexprs.get("DEPENDENT") and "*bf16" in signature.values():
+                tile = tuple(value for name, value in constexprs.items() if name.startswith(("BLOCK", "NORM")))
+                chosen.setdefault((kernel.__name__, *tile), spec)
+    return chosen
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in specs()}))
+def test_nothing_is_touched_before_the_wait(name):
+    for kernel, signature, constexprs, options in (spec for key, spec in specs().items() if key[0] == name):
+        pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+        source = ASTSource(kernel, signature, constexprs, {(index,): [["tt.divisibility", 16]] for index in pointers})
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert accesses_before_wait(ptx, loads=name != LOADS_WEIGHTS_EARLY) == [], constexprs
+
+
+def test_an_early_access_is_seen():
+    wait = "\tgriddepcontrol.wait; // dummy %r1\n"
+    for access in ("@%p1 ld.global.v4.b32 {%r1}, [%rd1];", "cp.async.cg.shared.global [%r2], [%rd1], 0x10, %r3;"):
+        assert accesses_before_wait(f"\t{access}\n{wait}", loads=True) == [access]
+        assert accesses_before_wait(f"{wait}\t{access}\n", loads=True) == []
+    assert accesses_before_wait(f"\tst.global.b16 [%rd1], %rs1;\n{wait}", loads=False) != []
+    assert accesses_before_wait(f"\tld.volatile.global.b32 %r1, [%rd1];\n{wait}", loads=True) == []
+
+
+def test_it_needs_the_switch_and_a_hopper():
+    device = torch.device("cuda")
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        with mock.patch.object(_launch, "enabled", False):
+            assert not _launch.dependent_launch(device)
+        with mock.patch.object(_launch, "enabled", True):
+            assert _launch.dependent_launch(device)
+            assert not _launch.dependent_launch(torch.device("cpu"))
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(_launch, "enabled", True),
+    ):
+        assert not _launch.dependent_launch(device)
