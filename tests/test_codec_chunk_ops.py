@@ -1,0 +1,223 @@
+"""Where a wrong codec chunk goes wrong: every call of every op in a few steps, and what a step keeps on the device.
+
+The first part runs on the toy codec on any device, to prove the search itself, and at full size on a GPU. The second
+part, on a GPU alone, tells faults of ordering from faults of arithmetic.
+"""
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from moss_kernels import _launch
+from moss_kernels.codec_linear import codec_linear_reference
+from moss_kernels.dequantize_codes import dequantize_codes_reference
+from moss_kernels.ring_attention import ring_attention_reference, rope_tables
+from moss_kernels.ring_kv_write import ring_kv_write_reference
+from moss_kernels.testing.codec_weights import codec_weights
+from moss_runtime.graphs import CodecChunk, codec_chunk
+from moss_runtime.model.codec import Codec, CodecConfig
+
+OPS = ("dequantize_codes", "codec_linear", "ring_attention", "ring_kv_write")
+# Relative error of one call on its own inputs: bfloat16 roundings of inputs and output stay well below. Of keys and
+# values every bit is promised.
+TOLERANCE = 0.02
+
+
+def toy(golden, device, dtype):
+    return Codec.from_pretrained(golden("codec").directory, device=device, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def full_size(request):
+    """A bfloat16 codec of the official size with random weights and without an encoder."""
+    config = json.loads((request.config.rootpath / "tests" / "manifests" / "codec_config.json").read_text())
+    with torch.device("meta"):
+        codec = Codec(CodecConfig.from_dict(config))
+    codec.encoder = torch.nn.ModuleList()
+    shapes = {name: tensor.shape for name, tensor in codec.state_dict().items()}
+    codec.load_state_dict(codec_weights(shapes, 0, device="cuda"), assign=True)
+    codec.decoder.to(torch.bfloat16)
+    return codec.eval()
+
+
+def random_rings(chunk):
+    """What streams before left behind; it must not matter."""
+    generator = torch.Generator(chunk.codec.device).manual_seed(0)
+    for rings in chunk.slots.stages:
+        for ring in (rings.keys, rings.values):
+            ring[:, :-1].normal_(generator=generator)
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.double(), expected.double()
+    difference = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
+    return difference.item() if difference.isfinite() else float("inf")
+
+
+def expected_outputs(op, arguments, options):
+    """The tensors an op must write and what they must hold, from its inputs before the call; float32 arithmetic."""
+    if op == "dequantize_codes":
+        return {"out": (arguments[2], dequantize_codes_reference(*arguments[:2]))}
+    if op == "codec_linear":
+        options = dict(zip(("x", "weight", "out"), arguments, strict=False)) | options
+        out, x, weight = options["out"], options["x"].float(), options["weight"].float()
+        parts = {name: options.get(name) for name in ("norm_weight", "norm_bias", "scale")}
+        parts = {name: part if part is None else part.float() for name, part in parts.items()}
+        residual = None if parts["scale"] is None else out.float()
+        y = codec_linear_reference(x, weight, gelu=options.get("gelu", False), residual=residual, **parts)
+        return {"out": (out, y)}
+    if op == "ring_attention":
+        qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
+        y = torch.empty(out.shape, device=out.device)
+        ring_attention_reference(qkv.float(), cos_sin, ring_k.float(), ring_v.float(), *rest, y)
+        return {"out": (out, y)}
+    qkv, cos_sin, ring_k, ring_v, *rest = arguments
+    keys, values = ring_k.clone(), ring_v.clone()
+    ring_kv_write_reference(qkv, cos_sin, keys, values, *rest)
+    return {"ring_k": (ring_k, keys), "ring_v": (ring_v, values)}
+
+
+def checked(op, function, place, faults, *arguments, **options):
+    """Calls an op; what it wrote is compared with the reference on the same inputs."""
+    expected = expected_outputs(op, arguments, options)
+    function(*arguments, **options)
+    for name, (actual, value) in expected.items():
+        error = relative_error(actual, value)
+        if not error <= (0 if op == "ring_kv_write" else TOLERANCE):
+            shapes = [tuple(x.shape) for x in (*arguments, *options.values()) if isinstance(x, torch.Tensor)]
+            faults.append(f"{place()}: {op} `{name}` is off by {error:.3g}, inputs {shapes}")
+
+
+def step_faults(chunk, codes, slots, valid):
+    """Faults of one step in the order of their calls, by the step's own inputs and by the reference of each op."""
+    faults, calls = [], {"number": 0}
+
+    def place():
+        return f"call {calls['number']}"
+
+    def counted(op, function, *arguments, **options):
+        calls["number"] += 1
+        checked(op, function, place, faults, *arguments, **options)
+
+    buffers, rows = chunk.buffers, len(slots)
+    before = chunk.slots.offsets[:, slots].clone()
+    rotations = []
+    own = chunk._rotations
+    ops = {op: partial(counted, op, getattr(codec_chunk, op)) for op in OPS}
+    record = mock.patch.object(chunk, "_rotations", lambda *size: rotations.extend(own(*size)) or rotations)
+    with record, mock.patch.multiple(codec_chunk, **ops):
+        audio = chunk(codes, slots, valid)
+    rates = torch.tensor([[stage.tokens_per_frame] for stage in chunk.stages])
+    consumed = rates * torch.tensor(valid)
+    kept = {
+        "codes": (chunk._codes(rows, codes.shape[1]).cpu(), codes.cpu().long()),
+        "slots": (buffers.slots[:rows].cpu(), torch.tensor(slots)),
+        "stage_valid": (buffers.stage_valid[:, :rows].cpu(), consumed),
+        "offsets": (chunk.slots.offsets[:, slots].cpu(), before.cpu() + consumed),
+    }
+    for name, (actual, value) in kept.items():
+        if not (actual == value).all():
+            faults.append(f"`{name}` must be {value.tolist()}, got {actual.tolist()}")
+    config = chunk.stages[0].config
+    for stage, (rotation, start, rate) in enumerate(zip(rotations, before.cpu(), rates.flatten(), strict=True)):
+        positions = start[:, None] + torch.arange(codes.shape[1] * rate)
+        expected = rope_tables(positions, config.head_dim, config.max_period)
+        if not relative_error(rotation.cpu(), expected) <= TOLERANCE:
+            faults.append(f"rotations of stage {stage} are not those of the positions from {start.tolist()} on")
+    if not audio.isfinite().all():
+        faults.append("audio that is not finite")
+    return faults
+
+
+def require_right_steps(codec, frames, *, steps=3, start=0):
+    chunk = CodecChunk(codec, 3, max_batch=4, frames=(frames,))
+    random_rings(chunk)
+    rates = torch.tensor([[stage.tokens_per_frame] for stage in chunk.stages], device=codec.device)
+    chunk.slots.offsets[:, :-1] = start * rates
+    size = codec.config.codebook_size
+    for step in range(steps):
+        codes = torch.randint(size, (2, frames, codec.config.codebooks), device=codec.device)
+        faults = step_faults(chunk, codes, [2, 0], [frames, frames])
+        assert not faults, f"step {step}, {len(faults)} faults, the first of them:\n" + "\n".join(faults[:10])
+
+
+def test_every_op_of_the_toy_step_is_right(golden):
+    require_right_steps(toy(golden, "cpu", torch.float32), 2)
+    require_right_steps(toy(golden, "cpu", torch.bfloat16), 3, start=50)
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        ("ring_kv_write", "first of them:\n.*call 5: ring_kv_write `ring_k`"),
+        ("ring_attention", "first of them:\n.*call 4: ring_attention"),
+    ],
+)
+def test_the_search_finds_the_op_that_does_nothing(golden, op, message):
+    with mock.patch.object(codec_chunk, op, lambda *arguments: None), pytest.raises(AssertionError, match=message):
+        require_right_steps(toy(golden, "cpu", torch.float32), 1)
+
+
+def test_the_search_finds_offsets_that_stay(golden):
+    nothing = mock.patch.object(torch.Tensor, "index_add_", lambda *arguments: None)
+    with nothing, pytest.raises(AssertionError, match="`offsets` must be"):
+        require_right_steps(toy(golden, "cpu", torch.float32), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("start", [0, 10_000])
+@pytest.mark.parametrize("frames", [1, 15])
+@torch.no_grad()
+def test_every_op_at_full_size_is_right(full_size, monkeypatch, frames, start, dependent):
+    """The reference runs between the calls, so that nothing overlaps: what is found is arithmetic or addressing."""
+    monkeypatch.setattr(_launch, "enabled", dependent)
+    require_right_steps(full_size, frames, start=start)
+
+
+def waiting(function):
+    """The op, and a wait for the device after it."""
+
+    def call(*arguments, **options):
+        function(*arguments, **options)
+        torch.cuda.synchronize()
+
+    return call
+
+
+def audio_and_rings(codec, batch, frames, *, wait=False, graph=False):
+    """Results of four steps from the same state on."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    chunk = CodecChunk(codec, batch, max_batch=batch, frames=(frames,))
+    random_rings(chunk)
+    if graph:
+        chunk.capture([batch])
+    ops = {op: waiting(getattr(codec_chunk, op)) for op in OPS}
+    with mock.patch.multiple(codec_chunk, **ops) if wait else nullcontext():
+        shape = (batch, frames, codec.config.codebooks)
+        codes = [torch.randint(codec.config.codebook_size, shape, generator=generator, device="cuda") for _ in range(4)]
+        audio = [chunk(part, range(batch), [frames] * batch) for part in codes]
+    assert bool(chunk.replays) == graph
+    state = {f"audio of step {step}": part for step, part in enumerate(audio)}
+    for index, rings in enumerate(chunk.slots.stages):
+        state |= {f"keys of stage {index}": rings.keys, f"values of stage {index}": rings.values}
+    return state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize(("batch", "frames"), [(1, 1), (3, 15)])
+@torch.no_grad()
+def test_kernels_one_after_another_give_the_same_bits(full_size, monkeypatch, batch, frames, dependent, graph):
+    """Kernels that the stream orders, alone or with dependent launch, against kernels that run alone on the device."""
+    monkeypatch.setattr(_launch, "enabled", False)
+    expected = audio_and_rings(full_size, batch, frames, wait=True)
+    monkeypatch.setattr(_launch, "enabled", dependent)
+    actual = audio_and_rings(full_size, batch, frames, graph=graph)
+    different = [name for name, value in expected.items() if not torch.equal(actual[name], value)]
+    assert not different
