@@ -133,20 +133,24 @@ def test_benchmark_cases(emulate, case):
     _check(emulate, case.inputs("cpu"))
 
 
-@pytest.mark.parametrize(("vocab", "batch"), [(32, 300), (1024, 300)])
-def test_scores_that_the_temperature_makes_equal(emulate, vocab, batch):
-    """Scores a few ulps apart, near a maximum of 8, and one far below: the top_k threshold falls among them."""
+@pytest.mark.parametrize("vocab", [32, 1024])
+@pytest.mark.parametrize(("highest", "step"), [(8.0, 2.0**-21), (0.0, 2.0**-149)])
+def test_scores_that_the_temperature_makes_equal(emulate, vocab, highest, step):
+    """Scores a few times the least step below the highest: many are equal once divided, also at the top_k threshold."""
+    batch = 600
     generator = torch.Generator().manual_seed(vocab)
 
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
     inputs = sample_codebook_inputs(batch, vocab, seed=vocab)
-    inputs.logits = 8 - (integers(0, 2**16, batch, vocab) >> integers(0, 15, batch, 1)) * 2.0**-20
-    inputs.logits[:, 7] = 8 - 2.0 ** -integers(2, 9, batch)
+    spread = 2 ** integers(4, 15, batch, 1)
+    inputs.logits = highest - integers(0, 2**15, batch, vocab) % spread * step
+    inputs.logits[:, 7:8] = highest - 2 * spread * step
     inputs.active.fill_(True)
     inputs.row_map = torch.arange(batch, dtype=torch.int32)
-    inputs.state.temperature = torch.tensor([0.3, 0.7, 1.3, 1.7, 5.0])[integers(0, 5, batch + 4)]
+    inputs.state.temperature = torch.tensor([0.7, 1.3, 1.7, 1.9])[integers(0, 4, batch + 4)]
     inputs.state.top_k = integers(1, min(vocab, 65), batch + 4).to(torch.int32)
+    inputs.state.top_p.fill_(1)
     inputs.penalised = False
     _check(emulate, inputs)

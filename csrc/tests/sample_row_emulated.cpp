@@ -1,7 +1,6 @@
 // The CUDA C++ draw on a CPU: the body of sample_codebook's kernel, one emulated block per batch row.
-#include "simt.h"
-
 #include "moss_kernels.h"
+#include "simt.h"
 
 // Of device code alone: its conversions from float count on a GPU's results.
 #define static_cast simt::convert

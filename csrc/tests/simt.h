@@ -1,10 +1,10 @@
 // Runs device code of one thread block on one CPU thread, without CUDA.
 //
 // Each thread is a fiber. Barriers and warp intrinsics are meetings: a thread leaves its operand and waits until all
-// have come. Of the threads that can go on, the one that `order` ranks first always runs, up to its next meeting, so that
-// it runs as far ahead of the others as barriers allow: code that lacks one gives another result under another order.
-// Switches inside a stretch between meetings are not tried. The error of an approximate division varies with the order
-// as well.
+// have come. Of the threads that can go on, the one that `order` ranks first always runs, up to its next meeting, so
+// that it runs as far ahead of the others as barriers allow: code that lacks one gives another result under another
+// order. Switches inside a stretch between meetings are not tried. The error of an approximate division varies with the
+// order as well.
 #pragma once
 
 #include <math.h>
