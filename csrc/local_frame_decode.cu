@@ -1,8 +1,6 @@
 // moss_local_frame_decode: a whole frame in one persistent, cooperative kernel.
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "device/local_frame_compute.cuh"
 #include "error.h"
 

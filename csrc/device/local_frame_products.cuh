@@ -1,6 +1,8 @@
 // The product phases of local_frame_decode: a warp streams weights ahead of everything, another one brings activations
 // once their phase has begun, and two warpgroups multiply.
 #pragma once
+#include <type_traits>
+
 #include "device/async_copy.cuh"
 #include "device/local_frame.cuh"
 #include "device/wgmma.cuh"

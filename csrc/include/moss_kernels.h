@@ -217,7 +217,8 @@ typedef struct LocalFrameDecodeParams {
   uint32_t abi_version;
   MossLocalModel model;
   int32_t batch;           /* B, 1 .. 128 */
-  int32_t multiprocessors; /* blocks of the launch; 0: as many as the products have units (128), or the device if fewer */
+  int32_t multiprocessors; /* blocks of the launch, at least B / 8; 0: as many as the products have units (128), or
+                              the device if fewer */
   int32_t pool_rows;       /* S+1 */
   int64_t audio_pad_id;    /* code of rows that do not continue */
   int64_t slot_id;         /* text id of a generated row */
