@@ -1,0 +1,299 @@
+"""State of the requests being decoded: rows of tensors on the device, and who holds which row on the host."""
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moss_kernels import SamplingParams, SamplingState
+from moss_kernels.frame_bookkeeping import frame_bookkeeping_begin, frame_bookkeeping_end
+from moss_kernels.sample_codebook.params import MAX_SEED
+from moss_runtime.model.config import ModelConfig
+from moss_runtime.state.free_list import Event, FreeList
+
+# 32-bit values of a row, which one copy resets.
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "text_temperature",
+    "text_top_k",
+    "text_top_p",
+    "frame",
+)
+_PROGRESS = ("positions", "frames", "max_frames_row", "status")
+_INTEGERS = {"top_k", "text_top_k", "frame", *_PROGRESS}
+# Kernels may ask for pointers that are aligned to 16 bytes.
+_ALIGNMENT = 16
+
+
+class PoolFull(RuntimeError):
+    """No row is free now."""
+
+
+class StaleLeaseError(RuntimeError):
+    """A lease was released before; its row may belong to another request by now."""
+
+
+@dataclass(frozen=True)
+class RowLease:
+    """The right of a request to a row; `generation` tells it from earlier and later holders of the row."""
+
+    request_id: Hashable
+    row: int
+    generation: int
+
+
+class _Stage(enum.Enum):
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CONSUMED = "consumed"
+
+
+@dataclass
+class _Holder:
+    lease: RowLease
+    stage: _Stage = _Stage.DECODING
+    event: Event | None = None
+
+
+class DecodePool:
+    """Rows 0 .. S-1 for requests; row S is the null row, at which padding points: it keeps every bit.
+
+    The device marks a row finished by itself and masks it from the next frame on, so the host may learn of it late.
+    The host's side: `acquire`, `finish` when no frame will follow, `consumed` when the last codes have been handed to
+    whoever reads them, `release`. `abort` ends a request at any point. Resets of rows are enqueued on the current
+    stream, which must be the one that runs the frames.
+
+    Attributes:
+        staging: [S+1, H]. Input of the row's next backbone step.
+        codes: [S+1, Q] int64. The newest frame.
+        history: [S+1, max_frames, Q] int16. All frames so far; later entries hold anything.
+        sampling: parameters, seed, frame number and seen codes.
+        positions: [S+1] int32. Tokens that the KV cache holds, the position of the next one.
+        frames: [S+1] int32. Frames produced.
+        max_frames_row: [S+1] int32. Limit of the request.
+        stopped: [S+1] bool. The request drew "stop".
+        finished: [S+1] bool. No frame will follow; always set in the null row.
+        status: [S+1] int32. Status bits of the draw that ended the row; not 0 is an error.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, rows: int, max_frames: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        """Allocates all rows.
+
+        Args:
+            config: of the model.
+            rows: S, requests at a time.
+            max_frames: most frames of a request.
+            dtype: of the backbone's inputs.
+            device: of all tensors.
+        """
+        for name, size in (("rows", rows), ("max_frames", max_frames)):
+            if size < 1:
+                raise ValueError(f"DecodePool: `{name}` must be at least 1, got {size}")
+        self.null_row, self.max_frames = rows, max_frames
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        columns = -(-(rows + 1) // _ALIGNMENT) * _ALIGNMENT
+        self._values = zeros(len(_SAMPLING) + len(_PROGRESS), columns)
+        self._flags = zeros(2, columns, dtype=torch.bool)
+        seed = zeros(rows + 1, dtype=torch.int64)
+        seen = zeros(rows + 1, config.n_vq, -(-config.audio_vocab_size // 32))
+        self.sampling, progress = _named(self._values[:, : rows + 1], seed, seen)
+        self.positions, self.frames, self.max_frames_row, self.status = progress
+        self.stopped, self.finished = self._flags[:, : rows + 1]
+        self.finished[rows] = True
+        self.staging = zeros(rows + 1, config.backbone.hidden_size, dtype=dtype)
+        self.codes = zeros(rows + 1, config.n_vq, dtype=torch.int64)
+        self.history = zeros(rows + 1, max_frames, config.n_vq, dtype=torch.int16)
+        self._free = FreeList(rows)
+        self._generation = [0] * rows
+        self._holders: dict[Hashable, _Holder] = {}
+
+    @classmethod
+    def bytes(cls, config: ModelConfig, *, rows: int, max_frames: int, dtype: torch.dtype) -> int:
+        """Device memory that a pool made with the same arguments takes."""
+        return cls(config, rows=rows, max_frames=max_frames, dtype=dtype, device="meta").size_in_bytes
+
+    @property
+    def size_in_bytes(self) -> int:
+        """Device memory of all tensors."""
+        own = (self._values, self._flags, self.staging, self.codes, self.history)
+        return sum(tensor.nbytes for tensor in (*own, self.sampling.seed, self.sampling.seen))
+
+    @property
+    def free(self) -> int:
+        """Rows that can be acquired now."""
+        return self._free.available
+
+    @property
+    def in_use(self) -> int:
+        """Rows that requests hold."""
+        return len(self._holders)
+
+    def acquire(
+        self, request_id: Hashable, params: SamplingParams, *, seed: int, max_frames: int, position: int = 0
+    ) -> RowLease:
+        """Take a free row and reset all of its state but the staging row, which the prompt's last row fills.
+
+        Args:
+            request_id: names the request in the pool until its row is released.
+            params: how its codes are drawn; its own `seed` is not read.
+            seed: the seed in force, 0 .. 2^63-1.
+            max_frames: limit of the request, 1 .. the pool's `max_frames`.
+            position: tokens that the KV cache will hold before its first frame.
+
+        Raises:
+            PoolFull: no row is free; nothing has changed.
+            ValueError: the request holds a row already, or an argument is out of range.
+        """
+        if request_id in self._holders:
+            raise ValueError(f"DecodePool: request {request_id!r} holds row {self.row_of(request_id)} already")
+        if not 1 <= max_frames <= self.max_frames:
+            raise ValueError(f"DecodePool: `max_frames` must be in 1..{self.max_frames}, got {max_frames}")
+        if not 0 <= position < 2**31:
+            raise ValueError(f"DecodePool: `position` must be in 0..2^31-1, got {position}")
+        if not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"DecodePool: `seed` must be in 0..2^63-1, got {seed}")
+        if not self._free.available:
+            waiting = self._free.returning
+            raise PoolFull(
+                f"all {self.null_row} rows are taken: {self.in_use} by requests, {waiting} until their codes are read"
+            )
+        (row,) = self._free.take(1)
+        try:
+            self._reset(row, params, seed, max_frames, position)
+        except BaseException:
+            self._free.give([row])
+            raise
+        self._generation[row] += 1
+        lease = RowLease(request_id, row, self._generation[row])
+        self._holders[request_id] = _Holder(lease)
+        return lease
+
+    def row_of(self, request_id: Hashable) -> int:
+        """Row of a request that holds one, else KeyError."""
+        return self._holders[request_id].lease.row
+
+    def check(self, lease: RowLease) -> None:
+        """Raise StaleLeaseError unless the lease is still held."""
+        self._holder(lease)
+
+    def finish(self, lease: RowLease) -> None:
+        """No frame will follow; the last ones are still to be consumed.
+
+        Raises:
+            StaleLeaseError: the lease was released.
+            RuntimeError: it was finished before.
+        """
+        holder = self._holder(lease)
+        if holder.stage is not _Stage.DECODING:
+            raise RuntimeError(f"request {lease.request_id!r} finished before")
+        holder.stage = _Stage.FINISHED
+
+    def consumed(self, lease: RowLease, event: Event | None) -> None:
+        """All frames so far have been handed to their reader, whose reads end with the event.
+
+        Called after `finish`, it says that the last frame is among them. Events of one row are in order: a later one
+        completes after the earlier ones.
+
+        Args:
+            lease: of the row.
+            event: recorded after the reads of the row's codes; None where they are over (on a CPU).
+
+        Raises:
+            StaleLeaseError: the lease was released.
+        """
+        holder = self._holder(lease)
+        holder.event = event
+        if holder.stage is _Stage.FINISHED:
+            holder.stage = _Stage.CONSUMED
+
+    def release(self, lease: RowLease) -> None:
+        """Give the row of a finished and consumed request back. It is reused once the event of `consumed` is over.
+
+        Raises:
+            StaleLeaseError: the lease was released before.
+            RuntimeError: the request is not finished, or its last frames are not consumed; nothing has changed.
+        """
+        stage = self._holder(lease).stage
+        if stage is not _Stage.CONSUMED:
+            raise RuntimeError(f"row {lease.row} of request {lease.request_id!r} is {stage.value}, not consumed")
+        self.abort(lease)
+
+    def abort(self, lease: RowLease) -> None:
+        """End a request at any point and give its row back. Frames that nobody has read are lost.
+
+        Raises:
+            StaleLeaseError: the lease was released before.
+        """
+        holder = self._holder(lease)
+        del self._holders[lease.request_id]
+        self._free.give([lease.row], holder.event)
+
+    def begin_frame(self, row_map: Tensor, active: Tensor, *, embeds: Tensor, live: Tensor) -> None:
+        """Inputs of a frame, and which rows are live: see `moss_kernels.frame_bookkeeping`. Graph-safe: yes."""
+        frame_bookkeeping_begin(row_map, active, self.staging, self.finished, embeds, live)
+
+    def advance(
+        self, row_map: Tensor, live: Tensor, *, codes: Tensor, continues: Tensor, feedback: Tensor, draw_status: Tensor
+    ) -> None:
+        """Keep what a frame made; the arguments are those of `moss_kernels.frame_bookkeeping_end`. Graph-safe: yes."""
+        frame_bookkeeping_end(
+            row_map,
+            live,
+            codes,
+            continues,
+            feedback,
+            draw_status,
+            self.staging,
+            self.codes,
+            self.history,
+            self.positions,
+            self.frames,
+            self.max_frames_row,
+            self.stopped,
+            self.finished,
+            self.status,
+        )
+
+    def _holder(self, lease: RowLease) -> _Holder:
+        holder = self._holders.get(lease.request_id)
+        if holder is None or holder.lease != lease:
+            raise StaleLeaseError(
+                f"lease {lease.generation} of row {lease.row} (request {lease.request_id!r}) was released"
+            )
+        return holder
+
+    def _reset(self, row: int, params: SamplingParams, seed: int, max_frames: int, position: int) -> None:
+        """Start values of a row; nothing here waits for the device."""
+        # One row, and a null row, in host memory.
+        values = torch.zeros(len(self._values), 2, dtype=torch.int32)
+        nothing_seen = torch.zeros(2, 1, 1, dtype=torch.int32)
+        sampling, (positions, _, max_frames_row, _) = _named(values, torch.zeros(2, dtype=torch.int64), nothing_seen)
+        sampling.set_row(0, params, seed=seed)
+        positions[0], max_frames_row[0] = position, max_frames
+        fresh = values[:, 0].contiguous()
+        if self._values.is_cuda:
+            # The host allocator reuses pinned memory only when the copies from it are over.
+            fresh = fresh.pin_memory()
+        self._values[:, row].copy_(fresh, non_blocking=True)
+        self.sampling.seed[row].fill_(seed)
+        for state in (self.sampling.seen[row], self.codes[row], self._flags[:, row]):
+            state.zero_()
+
+
+def _named(values: Tensor, seed: Tensor, seen: Tensor) -> tuple[SamplingState, list[Tensor]]:
+    """The rows of a table of 32-bit values [K, S+1] by name: the sampling state, and what `_PROGRESS` names."""
+    rows = dict(zip((*_SAMPLING, *_PROGRESS), values, strict=True))
+    for name in rows.keys() - _INTEGERS:
+        rows[name] = rows[name].view(torch.float32)
+    progress = [rows.pop(name) for name in _PROGRESS]
+    return SamplingState(**rows, seed=seed, seen=seen), progress
