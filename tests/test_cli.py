@@ -100,7 +100,7 @@ def test_the_printed_seed_repeats_the_file(demo, capsys):
 
 
 def test_streaming_writes_the_offline_audio(demo):
-    options = ("--seed", 3, "--max-frames", 20, "--float", TEXT)
+    options = ("--device", "cpu", "--seed", 3, "--max-frames", 20, "--float", TEXT)
     assert synth(*options) == 0
     offline = load_audio("out.wav")
     assert offline.shape == (2, 20 * 3840)

@@ -94,12 +94,20 @@ def test_rows_do_not_depend_on_the_batch(world, batch, padding):
 
 
 @pytest.mark.parametrize("qkv_table", [True, False])
-@pytest.mark.parametrize("multiprocessors", [None, 1, 33, 64, "all"])
+@pytest.mark.parametrize("multiprocessors", [None, 16, 33, 64, "all"])
 def test_rows_do_not_depend_on_the_configuration(world, qkv_table, multiprocessors):
     if multiprocessors == "all":
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     options = {"qkv_table": qkv_table, "multiprocessors": multiprocessors}
     world.check_frame(LocalFrameDecoder(world.weights, max_batch=ROWS, **options), str(options))
+
+
+def test_too_few_multiprocessors_for_the_batch_are_refused(world):
+    decoder = LocalFrameDecoder(world.weights, max_batch=ROWS, qkv_table=False, multiprocessors=1)
+    row_map, active = world.request_map()
+    outputs = LocalFrameOutputs.allocate(world.weights, ROWS)
+    with pytest.raises(ValueError, match="`multiprocessors` must be at least"):
+        decoder.decode(world.hidden, clone_state(world.state), row_map, active, **outputs.arguments())
 
 
 def test_nothing_unwritten_is_read(world):

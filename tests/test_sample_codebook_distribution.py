@@ -56,7 +56,7 @@ def _p_value(sampler, device, rows, vocab, temperature, top_k, top_p, penalty) -
     ).to(device)
     counts = torch.zeros(vocab, dtype=torch.int64)
     for _ in range(DRAWS // rows):
-        inputs.state.seen[:, :, 0] = SEEN
+        inputs.state.seen.copy_(state.seen)
         counts += inputs.run(sampler)[0].cpu().bincount(minlength=vocab)
         inputs.state.frame += 1
     seen = state.seen[:1, 0]

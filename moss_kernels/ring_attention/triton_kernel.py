@@ -105,7 +105,6 @@ def ring_attention_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     valid = tl.load(valid_ptr + row)
     start = tl.load(offset_ptr + slot)
-    held = tl.minimum(start, capacity).to(tl.int32)
 
     WIDTH: tl.constexpr = HEADS * HEAD_DIM
     dims = tl.arange(0, HEAD_DIM)
@@ -126,7 +125,8 @@ def ring_attention_kernel(
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     highest = tl.full((BLOCK_QUERIES,), _LOWEST, tl.float32)
 
-    # The ring holds the tokens before `edge`, at most the last `capacity` of them.
+    # The ring holds the tokens before `edge`, at most the last `capacity` of them. (Not max(-start, edge - capacity):
+    # of max(-a, -b, c) ptxas 12.8 drops the minus of a uniform b.)
     edge = valid if CHUNK_IN_RING else 0
     edge_position = ((start + edge) % capacity).to(tl.int32)
     lowest = first - window + 1
@@ -135,9 +135,8 @@ def ring_attention_kernel(
     ring_end = tl.minimum(edge, end)
     ring_base = (slot * HEADS + head) * capacity * HEAD_DIM
     earliest = (query - window)[:, None]
-    for key_start in tl.range(
-        tl.maximum(lowest, tl.maximum(-held, edge - capacity)), ring_end, BLOCK_KEYS, num_stages=STAGES
-    ):
+    earliest_held = edge - tl.minimum(start + edge, capacity).to(tl.int32)
+    for key_start in tl.range(tl.maximum(lowest, earliest_held), ring_end, BLOCK_KEYS, num_stages=STAGES):
         key = key_start + tl.arange(0, BLOCK_KEYS)
         inside = key < ring_end
         position = edge_position + key - edge
