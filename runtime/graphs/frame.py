@@ -1,0 +1,195 @@
+"""The frame graph: backbone step, local frame decode and bookkeeping of all rows in one launch."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moss_kernels import _library
+from moss_kernels.local_frame_decode import LocalFrameDecoder, LocalFrameWeights, local_frame_decode_reference
+from moss_runtime.graphs.backbone_step import BackboneStep
+from moss_runtime.graphs.capture import BUCKETS, GraphSet, bucket_for
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe.metrics import FallbackReason, Metrics
+from moss_runtime.state.decode_pool import DecodePool
+from moss_runtime.state.kv_cache import PagedKV
+
+FINISHED, STOPPED = 1, 2  # flags of a report
+
+
+@dataclasses.dataclass
+class FrameBuffers:
+    """Static memory of a frame; smaller batches use the front of each buffer.
+
+    Attributes:
+        inputs: [2 * max_batch] int32. Of a batch of B: row map [B], then active [B]. All that a step gets.
+        embeds: [max_batch, H]. Input of the backbone.
+        active: [max_batch] bool. What the host asks for.
+        live: [max_batch] bool. Active rows that have not finished.
+        codes: [max_batch, Q] int64.
+        continues: [max_batch] bool.
+        feedback: [max_batch, H].
+        status: [max_batch] int32. Status bits of the draws.
+        report: [3 * max_batch] int32. Of a batch of B, for the host: frames [B], flags [B] (FINISHED, STOPPED),
+            status [B] of the pool rows.
+    """
+
+    inputs: Tensor
+    embeds: Tensor
+    active: Tensor
+    live: Tensor
+    codes: Tensor
+    continues: Tensor
+    feedback: Tensor
+    status: Tensor
+    report: Tensor
+
+    @classmethod
+    def allocate(cls, model: MossTTS, batch: int) -> "FrameBuffers":
+        hidden, codebooks = model.config.backbone.hidden_size, model.config.n_vq
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        return cls(
+            inputs=zeros(2 * batch, dtype=torch.int32),
+            embeds=zeros(batch, hidden, dtype=model.dtype),
+            active=zeros(batch, dtype=torch.bool),
+            live=zeros(batch, dtype=torch.bool),
+            codes=zeros(batch, codebooks, dtype=torch.int64),
+            continues=zeros(batch, dtype=torch.bool),
+            feedback=zeros(batch, hidden, dtype=model.dtype),
+            status=zeros(batch, dtype=torch.int32),
+            report=zeros(3 * batch, dtype=torch.int32),
+        )
+
+    @property
+    def size_in_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
+
+class FrameGraph:
+    """Frames of many requests: one launch makes one frame, or n frames, for every row that it is given.
+
+    A row that finishes inside a launch is masked from its next frame on. Padding rows are inactive null rows.
+
+    Attributes:
+        buffers: static memory.
+        graphs: one for each (batch bucket, frames).
+        decoder: the CUDA kernel of the local transformer; None where it does not work, then its reference runs.
+    """
+
+    def __init__(
+        self,
+        model: MossTTS,
+        step: BackboneStep,
+        pool: DecodePool,
+        kv: PagedKV,
+        *,
+        buckets: Sequence[int] = BUCKETS,
+        frames: Sequence[int] = (1,),
+        stream: torch.cuda.Stream | None = None,
+        metrics: Metrics | None = None,
+        graphs: bool = True,
+    ):
+        """Allocates the buffers, and packs the local transformer's weights on a GPU.
+
+        Args:
+            model: with the weights.
+            step: the backbone's step; it is used by this graph alone.
+            pool: state of the requests.
+            kv: keys and values of the requests; pages must be reserved before a launch.
+            buckets: batch sizes to capture; the largest is the most rows of a launch.
+            frames: numbers of frames in a launch to capture.
+            stream: of the graphs.
+            metrics: for replays and eager steps.
+            graphs: False runs everything eagerly.
+        """
+        self.pool, self.kv, self._step = pool, kv, step
+        self.buckets = sorted(buckets)
+        self.buffers = FrameBuffers.allocate(model, self.buckets[-1])
+        self._weights = model.frame_weights()
+        self.decoder = _decoder(self._weights, self.buckets[-1])
+        if self.decoder is None and model.device.type == "cuda" and metrics is not None:
+            metrics.fell_back("local_frame", FallbackReason.SHAPE)
+        shapes = [(bucket, count) for bucket in self.buckets for count in frames]
+        options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
+        self.graphs = GraphSet("frame", shapes, self.compute, **options)
+
+    def warm_up(self, progress=lambda: None) -> None:
+        """Capture all graphs, over null rows."""
+        for bucket in self.buckets:
+            self._fill_inputs([], bucket)
+        self.graphs.capture(progress)
+
+    def launch(self, rows: Sequence[int], frames: int = 1, active: Sequence[bool] | None = None) -> Tensor:
+        """Make the next frames of pool rows, without waiting. On CUDA the current stream must be that of the graphs.
+
+        Args:
+            rows: distinct pool rows.
+            frames: frames to make for each.
+            active: False leaves a row as it is; None: all are active.
+
+        Returns:
+            [3, bucket] int32, a view of `buffers.report` that the next launch overwrites; first the columns of `rows`.
+        """
+        bucket = bucket_for(len(rows), self.buckets)
+        if len(rows) > self.buckets[-1]:
+            raise ValueError(f"FrameGraph: `rows` must have at most {self.buckets[-1]} entries, got {len(rows)}")
+        self._fill_inputs(rows, bucket, active)
+        self.graphs.run(bucket, frames)
+        return self.buffers.report[: 3 * bucket].view(3, bucket)
+
+    def _fill_inputs(self, rows: Sequence[int], bucket: int, active: Sequence[bool] | None = None) -> None:
+        padding = bucket - len(rows)
+        flags = [1] * len(rows) if active is None else [int(flag) for flag in active]
+        values = [*rows, *[self.pool.null_row] * padding, *flags, *[0] * padding]
+        # The host allocator does not reuse a pinned block before the copy from it is done.
+        pinned = torch.tensor(values, dtype=torch.int32, pin_memory=self.buffers.inputs.is_cuda)
+        self.buffers.inputs[: 2 * bucket].copy_(pinned, non_blocking=True)
+
+    def compute(self, bucket: int, frames: int) -> None:
+        """The work of a launch: this is what a graph holds."""
+        row_map, flags = self.buffers.inputs[: 2 * bucket].view(2, bucket)
+        active = self.buffers.active[:bucket]
+        torch.ne(flags, 0, out=active)
+        for _ in range(frames):
+            self._frame(row_map, active)
+        pool, rows = self.pool, row_map.long()
+        report = self.buffers.report[: 3 * bucket].view(3, bucket)
+        torch.index_select(pool.frames, 0, rows, out=report[0])
+        torch.add(pool.finished[rows].int(), pool.stopped[rows].int(), alpha=STOPPED, out=report[1])
+        torch.index_select(pool.status, 0, rows, out=report[2])
+
+    def _frame(self, row_map: Tensor, active: Tensor) -> None:
+        pool, buffers, batch = self.pool, self.buffers, len(row_map)
+        live, embeds = buffers.live[:batch], buffers.embeds[:batch]
+        pool.begin_frame(row_map, active, embeds=embeds, live=live)
+        hidden = self._step.step(embeds, self.kv, pool.positions, row_map, live)
+        codes, continues, feedback, status = (
+            tensor[:batch] for tensor in (buffers.codes, buffers.continues, buffers.feedback, buffers.status)
+        )
+        outputs = {"codes": codes, "continues": continues, "feedback": feedback, "status": status}
+        if self.decoder is not None:
+            self.decoder.decode(hidden, pool.sampling, row_map, live, **outputs)
+        else:
+            frame = local_frame_decode_reference(hidden, self._weights, pool.sampling, row_map, live)
+            for name, tensor in outputs.items():
+                tensor.copy_(getattr(frame, name))
+        pool.advance(row_map, live, codes=codes, continues=continues, feedback=feedback, draw_status=status)
+
+
+def _decoder(weights: LocalFrameWeights, max_batch: int) -> LocalFrameDecoder | None:
+    """The CUDA kernel, if there is one for these weights and this device and MOSS_BACKEND does not name another."""
+    device = weights.stop_head.device
+    if device.type != "cuda" or weights.stop_head.dtype != torch.bfloat16:
+        return None
+    if _library.requested_backend() == "triton":
+        return None
+    if _library.backend_for("local_frame_decode", ("cuda", "reference"), device) != "cuda":
+        return None
+    try:
+        return LocalFrameDecoder(weights, max_batch=max_batch)
+    except NotImplementedError:
+        return None

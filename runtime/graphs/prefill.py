@@ -1,0 +1,270 @@
+"""Prefill: all prompt rows but the last go through the backbone; the last row's embedding goes into the staging row."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moss_kernels.kv_append import kv_append
+from moss_kernels.rms_norm import rms_norm
+from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
+from moss_runtime.graphs.capture import GraphSet, bucket_for
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe.metrics import Metrics
+from moss_runtime.state.decode_pool import DecodePool
+from moss_runtime.state.kv_cache import PagedKV
+
+LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+ROWS = (1, 2, 4, 8)
+# Most tokens of a pass, padding included: running streams wait for no more than this between two frames.
+MAX_TOKENS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one prompt, prefilled in one pass.
+
+    Attributes:
+        row: pool row of the request.
+        start: tokens of the prompt that earlier pieces hold.
+        ids: [n, 1+n_vq] i64 on the CPU; n may be 0.
+        last: [1+n_vq] i64. The prompt's last row.
+    """
+
+    row: int
+    start: int
+    ids: Tensor
+    last: Tensor
+
+
+def cut(row: int, prompt: Tensor, lengths: Sequence[int] = LENGTHS) -> list[Piece]:
+    """Pieces of a prompt [T, 1+n_vq], at most the largest length each. How it is cut depends on T alone."""
+    ids, last = prompt[:-1], prompt[-1]
+    starts = range(0, max(len(ids), 1), lengths[-1])
+    return [Piece(row, start, ids[start : start + lengths[-1]], last) for start in starts]
+
+
+class Prefill:
+    """Writes keys and values of prompts into their pages, several prompts of like length in one pass.
+
+    Prompts are padded to a bucket of their own length, so the shapes that a prompt is computed in depend on its length
+    alone but for the number of prompts in the pass, which only the linears see: see `batch_invariant`.
+
+    Attributes:
+        graphs: one for each (prompts, length bucket, 0); later pieces of long prompts run eagerly.
+        flat: (prompts, length) whose products over all prompts at once are known to give the bits of one product for
+            each prompt. Others run prompt by prompt if `batch_invariant`.
+    """
+
+    def __init__(
+        self,
+        model: MossTTS,
+        step: BackboneStep,
+        pool: DecodePool,
+        kv: PagedKV,
+        *,
+        lengths: Sequence[int] = LENGTHS,
+        rows: Sequence[int] = ROWS,
+        max_tokens: int = MAX_TOKENS,
+        batch_invariant: bool = True,
+        stream: torch.cuda.Stream | None = None,
+        metrics: Metrics | None = None,
+        graphs: bool = True,
+    ):
+        """Allocates the static inputs.
+
+        Args:
+            model: embeds the prompt; its backbone's norms are read here.
+            step: holds the stacked weights of the same backbone.
+            pool: gets staging rows and positions.
+            kv: gets keys and values; pages must be reserved before a pass.
+            lengths: length buckets; the largest is the most rows of a piece.
+            rows: buckets of the number of prompts in a pass.
+            max_tokens: most tokens of a pass of several prompts, padding included.
+            batch_invariant: the bits of a prompt never depend on what else is in the pass.
+            stream: of the graphs.
+            metrics: for replays and eager passes.
+            graphs: False runs everything eagerly.
+        """
+        self.model, self.pool, self.kv, self._step = model, pool, kv, step
+        self.lengths, self.rows = sorted(lengths), sorted(rows)
+        self.max_tokens = max(max_tokens, self.lengths[-1])
+        self.batch_invariant = batch_invariant
+        self.flat: set[tuple[int, int]] = set()
+        shapes = [(b, length, 0) for b in self.rows for length in self.lengths if b * length <= self.max_tokens]
+        columns = 1 + model.config.n_vq
+        size = max(b * (2 + (length + 1) * columns) for b, length, _ in shapes)
+        self._inputs = torch.zeros(size, dtype=torch.int64, device=model.device)
+        options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
+        self.graphs = GraphSet("prefill", shapes, self.compute, **options)
+
+    def warm_up(self, progress=lambda: None) -> None:
+        """Find out which products may run over all prompts of a pass, then capture the graphs."""
+        if self.batch_invariant:
+            self._compare_products()
+        self._inputs.zero_()
+        for rows, length, _ in self.graphs.shapes:
+            self._inputs[:rows] = self.kv.rows
+            self._views(rows, length)
+        self.graphs.capture(progress)
+
+    def next_pass(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those of the waiting pieces, of different rows and in order, that go into the next pass: the first, and what
+        has the same shape."""
+        shape = self._shape(pieces[0])
+        alike = [piece for piece in pieces if self._shape(piece) == shape]
+        limit = max(b for b in self.rows if b == 1 or b * shape[0] <= self.max_tokens)
+        return alike[:limit]
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """One pass over pieces as `next_pass` gives them. On CUDA the current stream must be that of the graphs."""
+        length, start = self._shape(pieces[0])
+        rows = bucket_for(len(pieces), self.rows)
+        padding = rows - len(pieces)
+        ids = torch.full((rows, length + 1, self._columns), self.model.config.audio_pad_token_id)
+        ids[..., 0] = self.model.config.pad_token_id
+        for padded, piece in zip(ids, pieces, strict=False):
+            padded[: len(piece.ids)] = piece.ids
+            padded[length] = piece.last
+        pool_rows = torch.tensor([piece.row for piece in pieces] + [self.kv.rows] * padding)
+        counts = torch.tensor([len(piece.ids) for piece in pieces] + [0] * padding)
+        values = torch.cat((pool_rows, counts, ids.flatten()))
+        if self._inputs.is_cuda:
+            values = values.pin_memory()
+        self._inputs[: len(values)].copy_(values, non_blocking=True)
+        self.graphs.run(rows, length, start)
+
+    @property
+    def _columns(self) -> int:
+        return 1 + self.model.config.n_vq
+
+    def _shape(self, piece: Piece) -> tuple[int, int]:
+        return bucket_for(len(piece.ids), self.lengths), piece.start
+
+    def _views(self, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pool rows [B], token counts [B] and ids [B, L + 1, 1+n_vq] of a pass in the static inputs."""
+        ids = self._inputs[2 * rows :][: rows * (length + 1) * self._columns]
+        return self._inputs[:rows], self._inputs[rows : 2 * rows], ids.view(rows, length + 1, self._columns)
+
+    def compute(self, rows: int, length: int, start: int) -> None:
+        """The work of a pass: static inputs to pages and staging rows; this is what a graph holds."""
+        pool_rows, counts, ids = self._views(rows, length)
+        embeds = self.model.embed(ids)
+        staging = self.pool.staging
+        # Padding writes what the null row holds to the null row.
+        live = (pool_rows != self.kv.rows)[:, None]
+        staging.index_copy_(0, pool_rows, torch.where(live, embeds[:, length], staging[pool_rows]))
+        heads = self.model.config.backbone.num_attention_heads
+        cache = PagedContext(self.kv, heads, pool_rows, counts, length, start)
+        self._layers(embeds[:, :length].flatten(0, 1), cache)
+
+    def _layers(self, x: Tensor, cache: "PagedContext") -> None:
+        """Run x [B*L, H] through the backbone for its keys and values; the last layer stops there."""
+        step, eps = self._step, self.model.config.backbone.rms_norm_eps
+        normed = torch.empty_like(x)
+        q = torch.zeros(len(x), step.layers[0].o.shape[1], dtype=x.dtype, device=x.device)
+        for index, layer in enumerate(step.layers):
+            last = index == len(step.layers) - 1
+            rms_norm(x, None, layer.input_norm, eps, normed)
+            qkv = self._linear(normed, layer.qkv, cache)
+            cache.append(index, qkv, layer, eps, step.cos_sin, q)
+            if last:
+                return
+            self._linear(cache.attend(index, q), layer.o, cache, residual=x)
+            rms_norm(x, None, layer.mlp_norm, eps, normed)
+            gate_up = self._linear(normed, layer.gate_up, cache)
+            inner = F.silu(gate_up[:, 0::2]) * gate_up[:, 1::2]
+            self._linear(inner, layer.down, cache, residual=x)
+
+    def _linear(self, x: Tensor, weight: Tensor, cache: "PagedContext", residual: Tensor | None = None) -> Tensor:
+        """x @ weight.T, added to the residual in place if there is one; prompt by prompt where that changes bits."""
+        rows, length = cache.rows, cache.length
+        at_once = rows == 1 or not self.batch_invariant or (rows, length) in self.flat
+        return _product(x, weight, residual, 1 if at_once else rows)
+
+    def _compare_products(self) -> None:
+        """Fill `flat`: the linears of the first layer, on random inputs, at once and by prompt."""
+        layer = self._step.layers[0]
+        generator = torch.Generator(self.model.device).manual_seed(0)
+        for rows, length, _ in sorted(self.graphs.shapes):
+            equal = True
+            for weight, residual in (
+                (layer.qkv, False),
+                (layer.o, True),
+                (layer.gate_up, False),
+                (layer.down, True),
+            ):
+                like = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
+                x = torch.randn(rows * length, weight.shape[1], **like)
+                stream = torch.randn(rows * length, weight.shape[0], **like) if residual else None
+                whole, parts = (_product(x, weight, None if stream is None else stream.clone(), n) for n in (1, rows))
+                equal = equal and torch.equal(whole, parts)
+            if equal:
+                self.flat.add((rows, length))
+
+
+def _product(x: Tensor, weight: Tensor, residual: Tensor | None, parts: int) -> Tensor:
+    """x @ weight.T (+ residual, in place), for each of `parts` equal parts of the rows by itself."""
+    out = x.new_empty(len(x), len(weight)) if residual is None else residual
+    for rows, result in zip(x.chunk(parts), out.chunk(parts), strict=True):
+        if residual is None:
+            torch.mm(rows, weight.t(), out=result)
+        else:
+            torch.addmm(result, rows, weight.t(), out=result)
+    return out
+
+
+class PagedContext:
+    """Where the tokens of one pass lie in the pages, and attention over them and what earlier pieces wrote.
+
+    Each token is a row of its own to `kv_append`, which writes its key and value. Attention reads them back from the
+    pages into dense tensors, padded to the length bucket; what lies beyond a prompt is zero and behind every token, so
+    the causal mask hides it.
+    """
+
+    def __init__(self, kv: PagedKV, query_heads: int, pool_rows: Tensor, counts: Tensor, length: int, start: int):
+        """Args: pool_rows, counts: [B] int64. Row and number of tokens of each prompt, at positions from `start` on."""
+        self.kv, self.rows, self.length, self.start = kv, len(pool_rows), length, start
+        self.total = total = start + length
+        device = pool_rows.device
+        steps = torch.arange(total, device=device)
+        table = kv.page_table[pool_rows]
+        # A bucket may reach beyond the table, a prompt never does.
+        columns = (steps // kv.page_size).clamp(max=table.shape[1] - 1)
+        held = steps < start + counts[:, None]
+        page = torch.where(held, table[:, columns], kv.pages)
+        # Rows of pages viewed as [(pages + 1) * heads * page_size, D], for [B, query heads, total].
+        kv_heads = kv.key_pages.shape[2]
+        head = torch.arange(query_heads, device=device)[:, None] // (query_heads // kv_heads)
+        place = (page[:, None].long() * kv_heads + head) * kv.page_size + steps % kv.page_size
+        self._places = place.flatten()
+        self._row_map = torch.arange(self.rows * length, dtype=torch.int32, device=device)
+        self._positions = steps[start:].int().repeat(self.rows)
+        self._tables = table[:, : kv.pages_for(total)].repeat_interleave(length, 0)
+        self._active = held[:, start:].flatten()
+        self._mask = None
+        if start:
+            self._mask = steps <= steps[start:, None]
+
+    def append(self, layer: int, qkv: Tensor, weights: StepLayer, eps: float, cos_sin: Tensor, q: Tensor) -> None:
+        """Write keys and values of a layer into the pages, and the rotated queries into q [B*L, heads*D]."""
+        pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._tables, self._positions)
+        kv_append(qkv, weights.q_norm, weights.k_norm, eps, cos_sin, *pages, self._row_map, self._active, q)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention output [B*L, heads*D] of the queries."""
+        head_dim = self.kv.key_pages.shape[-1]
+        keys, values = (
+            pages[layer].view(-1, head_dim).index_select(0, self._places).view(self.rows, -1, self.total, head_dim)
+            for pages in (self.kv.key_pages, self.kv.value_pages)
+        )
+        queries = q.view(self.rows, self.length, -1, head_dim).transpose(1, 2)
+        # Of the fused kernels this one never splits the keys by how busy the device is.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=self._mask, is_causal=self._mask is None
+            )
+        return out.transpose(1, 2).reshape(q.shape)

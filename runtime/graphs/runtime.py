@@ -1,0 +1,380 @@
+"""`Runtime`: requests join, make frames together, and leave; the device is never waited for."""
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+from moss_kernels import SamplingParams
+from moss_runtime.errors import PromptError
+from moss_runtime.graphs.backbone_step import BackboneStep
+from moss_runtime.graphs.capture import BUCKETS, bucket_for
+from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
+from moss_runtime.graphs.prefill import MAX_TOKENS, Piece, Prefill, cut
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe.metrics import Metrics
+from moss_runtime.state.decode_pool import DecodePool, RowLease
+from moss_runtime.state.kv_cache import PAGE_SIZE, OutOfPages, PagedKV
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameDelta:
+    """Frames of a request that are known to be valid, and not told of before.
+
+    Attributes:
+        request_id: of the request.
+        generation: of the lease of its row.
+        first_frame: number of the first of these frames.
+        codes: [n, n_vq] int16, a view of the pool's history that holds until the row is released; n may be 0 if final.
+        ready_event: after it the codes may be read on another stream; None on a CPU.
+        final: no frame will follow.
+        finish_reason: of a final delta "stop", "length" or "error", as in `Generation`.
+    """
+
+    request_id: Hashable
+    generation: int
+    first_frame: int
+    codes: Tensor
+    ready_event: torch.cuda.Event | None
+    final: bool
+    finish_reason: str | None
+
+
+@dataclasses.dataclass
+class _Request:
+    """A request as the host sees it; `pieces` wait for prefill, `launched` frames were asked for, `known` are valid."""
+
+    lease: RowLease
+    tokens: int
+    max_frames: int
+    seed: int
+    pieces: deque[Piece]
+    prefilled: torch.cuda.Event | None = None
+    launched: int = 0
+    known: int = 0
+    paused: bool = False
+    ended: bool = False
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A launch whose report the host has not read. report: [3, B] int32 in pinned memory."""
+
+    requests: list[_Request]
+    report: Tensor
+    event: torch.cuda.Event | None
+
+    @property
+    def landed(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+class Runtime:
+    """Frames of many requests on one device: pool, KV pages, prefill and frame graphs.
+
+    `add` admits a request, `step` enqueues a prefill pass and the next frames of all live rows and returns what the
+    host has learnt of earlier ones, `release` or `abort` ends it. Nothing but `wait` waits for the device: the host
+    learns late which rows have finished, while the device masks them by itself. The codes of a request are those of
+    `MossTTS.generate` with the same seed, up to the rounding of the dtype, whoever else is being served.
+
+    Attributes:
+        model, pool, kv: what it was made with and of.
+        frame: frame graphs, on their stream.
+        prefill: prefill graphs, on their stream.
+    """
+
+    def __init__(
+        self,
+        model: MossTTS,
+        *,
+        rows: int,
+        max_tokens: int,
+        max_frames: int,
+        pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        frames_per_launch: int = 1,
+        max_in_flight: int = 2,
+        prefill_tokens: int = MAX_TOKENS,
+        batch_invariant: bool = True,
+        graphs: bool = True,
+        metrics: Metrics | None = None,
+    ):
+        """Allocates everything; `warm_up` captures.
+
+        Args:
+            model: on the device and in the dtype to run in.
+            rows: requests at a time, at most 128.
+            max_tokens: most tokens of a request in the KV cache, prompt and frames.
+            max_frames: most frames of a request.
+            pages: KV pages; None: enough for all rows at `max_tokens`.
+            page_size: tokens of a KV page.
+            frames_per_launch: frames that a step makes for each row; above 1 the host learns of them together.
+            max_in_flight: launches that the host may be ahead of the device; `step` enqueues none beyond.
+            prefill_tokens: most tokens of a prefill pass of several prompts. A step enqueues at most one pass while
+                other rows are live, so this bounds what a running stream waits for.
+            batch_invariant: the bits of a request never depend on the others.
+            graphs: False runs everything eagerly.
+            metrics: for replays, eager steps and rows in use.
+        """
+        if not 1 <= rows <= BUCKETS[-1]:
+            raise ValueError(f"Runtime: `rows` must be in 1..{BUCKETS[-1]}, got {rows}")
+        self.model, self._metrics = model, metrics
+        self._frames_per_launch, self._max_in_flight = frames_per_launch, max_in_flight
+        config, common = model.config, {"dtype": model.dtype, "device": model.device}
+        if pages is None:
+            pages = rows * -(-max_tokens // page_size)
+        self.pool = DecodePool(config, rows=rows, max_frames=max_frames, **common)
+        self.kv = PagedKV(config.backbone, rows=rows, pages=pages, page_size=page_size, max_tokens=max_tokens, **common)
+        largest = bucket_for(rows, BUCKETS)
+        buckets = [bucket for bucket in BUCKETS if bucket <= largest]
+        step = BackboneStep(model.transformer, max_batch=largest)
+        graph_options = {"metrics": metrics, "graphs": graphs}
+        self.frame = FrameGraph(
+            model, step, self.pool, self.kv, buckets=buckets, frames=(frames_per_launch,), **graph_options
+        )
+        self.prefill = Prefill(
+            model,
+            step,
+            self.pool,
+            self.kv,
+            max_tokens=prefill_tokens,
+            batch_invariant=batch_invariant,
+            **graph_options,
+        )
+        self._requests: dict[Hashable, _Request] = {}
+        self._flights: deque[_Flight] = deque()
+        self._deltas: list[FrameDelta] = []
+        if model.device.type == "cuda":
+            for part in (self.frame, self.prefill):
+                part.graphs.stream.wait_stream(torch.cuda.current_stream(model.device))
+
+    @property
+    def graph_count(self) -> int:
+        """Number of graphs that `warm_up` captures."""
+        return len(self.frame.graphs.shapes) + len(self.prefill.graphs.shapes)
+
+    @property
+    def busy(self) -> bool:
+        """Requests have frames to make, or frames that the host has not learnt of."""
+        return any(not request.ended for request in self._requests.values())
+
+    @torch.no_grad()
+    def warm_up(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Compile, load and capture everything, before the first request. Calls `progress` once for each graph."""
+        for part in (self.frame, self.prefill):
+            with torch.cuda.stream(part.graphs.stream):
+                part.warm_up(progress)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def add(
+        self, request_id: Hashable, prompt: Tensor, params: SamplingParams, *, max_frames: int | None = None
+    ) -> RowLease:
+        """Admit a request; its prefill begins with the next step.
+
+        Args:
+            request_id: not in use.
+            prompt: [T, 1+n_vq] i64 on the CPU, as `PromptBuilder` makes it.
+            params: sampling parameters; without a seed one is drawn, see `seed`.
+            max_frames: limit; None: the pool's. The pool, `max_tokens` and the end of the context limit too.
+
+        Raises:
+            PoolFull: no row is free now.
+            OutOfPages: too few KV pages are free now.
+            PromptError, TypeError, ValueError: as `MossTTS.generate`, or the prompt is longer than `max_tokens`.
+            Nothing has changed after an error.
+        """
+        limit = self.pool.max_frames if max_frames is None else max_frames
+        (params,), (limit,) = self.model._admit([prompt], [params], limit)
+        tokens = len(prompt) - 1
+        if tokens >= self.kv.max_tokens:
+            raise PromptError(f"prompt: must have at most {self.kv.max_tokens} rows here, got {len(prompt)}")
+        limit = min(limit, self.pool.max_frames, self.kv.max_tokens - tokens)
+        with torch.cuda.stream(self.frame.graphs.stream):
+            lease = self.pool.acquire(request_id, params, seed=params.seed, max_frames=limit, position=tokens)
+            try:
+                self.kv.reserve(lease.row, tokens + min(self._frames_per_launch, limit))
+            except BaseException:
+                self.pool.abort(lease)
+                raise
+        pieces = deque(cut(lease.row, prompt, self.prefill.lengths))
+        self._requests[request_id] = _Request(lease, tokens, limit, params.seed, pieces)
+        return lease
+
+    def seed(self, lease: RowLease) -> int:
+        """The seed in force."""
+        return self._request(lease).seed
+
+    def codes(self, lease: RowLease) -> Tensor:
+        """A copy [n, n_vq] int64 of all frames that the host has learnt of."""
+        request = self._request(lease)
+        caller = torch.cuda.current_stream(self.model.device) if self.model.device.type == "cuda" else None
+        with torch.cuda.stream(self.frame.graphs.stream):
+            codes = self.pool.history[lease.row, : request.known].long()
+            if caller is not None:
+                caller.wait_stream(self.frame.graphs.stream)
+                codes.record_stream(caller)
+        return codes
+
+    def pause(self, lease: RowLease, paused: bool = True) -> None:
+        """Leave a row out of the next steps, or let it go on. A paused request equals an uninterrupted one."""
+        self._request(lease).paused = paused
+
+    @torch.no_grad()
+    def step(self) -> list[FrameDelta]:
+        """Enqueue the next work, without waiting: a prefill pass, and the next frames of every row that has room.
+
+        A row that finds no KV pages is left out until some are free.
+
+        Returns:
+            What the host has learnt; nothing new is usual on a GPU.
+
+        Raises:
+            OutOfPages: no row can go on and nothing in flight will free pages. Nothing has changed.
+            Exception: whatever the work of the step raised; the requests in it have been aborted, others go on.
+        """
+        self._poll()
+        if len(self._flights) < self._max_in_flight:
+            self._prefill_step()
+            batch = self._batch()
+            if batch:
+                self._launch(batch)
+        self._poll()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def wait(self) -> None:
+        """Wait until the host can learn of the oldest launch."""
+        if self._flights and self._flights[0].event is not None:
+            self._flights[0].event.synchronize()
+
+    def release(self, lease: RowLease, event: torch.cuda.Event | None = None) -> None:
+        """Give everything back that a request with a final delta holds.
+
+        Args:
+            lease: of the request.
+            event: recorded after the last read of its codes on another stream than the current one of `add`.
+        """
+        request = self._request(lease)
+        if not request.ended:
+            raise RuntimeError(f"request {lease.request_id!r} has not ended; abort it instead")
+        self.pool.consumed(lease, event)
+        self.pool.release(lease)
+        self._forget(request)
+
+    def abort(self, lease: RowLease) -> None:
+        """End a request at any point and give everything back that it holds; frames not told of are lost."""
+        request = self._request(lease)
+        self.pool.abort(lease)
+        self._forget(request)
+
+    def _forget(self, request: _Request) -> None:
+        request.ended = True
+        del self._requests[request.lease.request_id]
+        stream = self.frame.graphs.stream
+        with torch.cuda.stream(stream):
+            # An aborted prompt may still be on its way into the pages.
+            if request.prefilled is not None:
+                stream.wait_event(request.prefilled)
+            self.kv.release(request.lease.row)
+
+    def _request(self, lease: RowLease) -> _Request:
+        self.pool.check(lease)
+        return self._requests[lease.request_id]
+
+    def _prefill_step(self) -> None:
+        """Enqueue one pass, or as many as it takes until some row can make frames."""
+        while waiting := [request for request in self._requests.values() if request.pieces]:
+            self._prefill_pass(waiting)
+            if any(not request.pieces and not request.ended for request in self._requests.values()):
+                return
+
+    def _prefill_pass(self, waiting: list[_Request]) -> None:
+        owners = {request.pieces[0].row: request for request in waiting}
+        pieces = self.prefill.next_pass([request.pieces[0] for request in waiting])
+        requests = [owners[piece.row] for piece in pieces]
+        stream = self.prefill.graphs.stream
+        with self._aborting(requests), torch.cuda.stream(stream):
+            if stream is not None:
+                # Rows were reset, and their pages entered in the table, on the stream of the frames.
+                stream.wait_stream(self.frame.graphs.stream)
+            self.prefill.run(pieces)
+            event = self._record(stream)
+        for request in requests:
+            request.pieces.popleft()
+            request.prefilled = event
+
+    def _batch(self) -> list[_Request]:
+        """Rows of the next launch: prefilled, with frames to make, and with pages for them."""
+        live = [
+            request
+            for request in self._requests.values()
+            if not (request.pieces or request.ended or request.paused) and request.launched < request.max_frames
+        ]
+        # A prompt in flight delays nobody, unless nobody else is there.
+        ready = [request for request in live if request.prefilled is None or request.prefilled.query()] or live
+        batch, shortage = [], None
+        with torch.cuda.stream(self.frame.graphs.stream):
+            for request in ready:
+                frames = min(request.launched + self._frames_per_launch, request.max_frames)
+                try:
+                    self.kv.reserve(request.lease.row, request.tokens + frames)
+                except OutOfPages as error:
+                    shortage = error
+                else:
+                    batch.append(request)
+        if shortage is not None and not (batch or self._flights or self._deltas):
+            raise shortage
+        return batch
+
+    def _launch(self, batch: list[_Request]) -> None:
+        stream = self.frame.graphs.stream
+        with self._aborting(batch), torch.cuda.stream(stream):
+            for request in batch:
+                if request.prefilled is not None:
+                    stream.wait_event(request.prefilled)
+                    request.prefilled = None
+            report = self.frame.launch([request.lease.row for request in batch], self._frames_per_launch)
+            host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
+            host.copy_(report, non_blocking=True)
+            self._flights.append(_Flight(batch, host, self._record(stream)))
+        for request in batch:
+            request.launched += self._frames_per_launch
+
+    def _poll(self) -> None:
+        """Read the reports of launches that are over."""
+        while self._flights and self._flights[0].landed:
+            flight = self._flights.popleft()
+            for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
+                if not request.ended:
+                    self._learn(request, *numbers, flight.event)
+
+    def _learn(self, request: _Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None) -> None:
+        """One row of a report; see `FrameBuffers.report`."""
+        final, reason = bool(flags & FINISHED), None
+        if final:
+            reason = "error" if status else "stop" if flags & STOPPED else "length"
+            request.ended = True
+            self.pool.finish(request.lease)
+        if final or frames > request.known:
+            first, request.known = request.known, frames
+            lease = request.lease
+            codes = self.pool.history[lease.row, first:frames]
+            delta = FrameDelta(lease.request_id, lease.generation, first, codes, event, final, reason)
+            self._deltas.append(delta)
+
+    @contextlib.contextmanager
+    def _aborting(self, requests: list[_Request]) -> Iterator[None]:
+        """An exception ends the requests whose work raised it."""
+        try:
+            yield
+        except Exception:
+            for request in requests:
+                self.abort(request.lease)
+            raise
+
+    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        return None if stream is None else stream.record_event()
