@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from moss_runtime.graphs.codec_chunk import CodecChunk
-from moss_runtime.graphs.runtime import FrameDelta
+from moss_runtime.graphs.requests import FrameDelta
 from moss_runtime.model.codec import Codec
 from moss_runtime.state.codec_slots import Lease
 
@@ -86,6 +86,11 @@ class AudioFeed:
         """Audio is on its way to the host."""
         return bool(self._landing)
 
+    def warm_up(self) -> None:
+        """Capture the codec's graphs, for one stream and for all."""
+        with torch.cuda.stream(self.stream):
+            self.chunk.capture({1, self.chunk.max_batch})
+
     @torch.no_grad()
     def push(self, delta: FrameDelta) -> None:
         """Take frames of a request; its first ones start a stream."""
@@ -156,10 +161,3 @@ class AudioFeed:
         for stream, end in zip(due, ended, strict=True):
             if end:
                 self.abort(stream.request_id)
-
-
-def warm_up(feed: AudioFeed, progress: Callable[[], None] = lambda: None) -> None:
-    """Capture the codec's graphs for one stream, and for all."""
-    with torch.cuda.stream(feed.stream):
-        feed.chunk.capture({1, feed.chunk.max_batch})
-    progress()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from moss_runtime.observe.metrics import FallbackReason, Metrics
+from moss_runtime.observe import FallbackReason, Metrics
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 

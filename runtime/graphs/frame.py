@@ -11,11 +11,12 @@ from moss_kernels.local_frame_decode import LocalFrameDecoder, LocalFrameWeights
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, GraphSet, bucket_for
 from moss_runtime.model.tts import MossTTS
-from moss_runtime.observe.metrics import FallbackReason, Metrics
+from moss_runtime.observe import FallbackReason, Lap, Metrics, Range, StageTimer
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 
 FINISHED, STOPPED = 1, 2  # flags of a report
+STAGES = (Range.BACKBONE, Range.LOCAL_FRAME, Range.BOOKKEEPING)
 
 
 @dataclasses.dataclass
@@ -91,6 +92,7 @@ class FrameGraph:
         frames: Sequence[int] = (1,),
         stream: torch.cuda.Stream | None = None,
         metrics: Metrics | None = None,
+        timer: StageTimer | None = None,
         graphs: bool = True,
     ):
         """Allocates the buffers, and packs the local transformer's weights on a GPU.
@@ -104,8 +106,11 @@ class FrameGraph:
             frames: numbers of frames in a launch to capture.
             stream: of the graphs.
             metrics: for replays and eager steps.
+            timer: for the times of STAGES, of a launch's last frame. On a GPU only graphs are timed.
             graphs: False runs everything eagerly.
         """
+        self._timer = timer
+        self._laps: dict[tuple[int, int], Lap] = {}
         self.pool, self.kv, self._step = pool, kv, step
         self.buckets = sorted(buckets)
         self.buffers = FrameBuffers.allocate(model, self.buckets[-1])
@@ -139,6 +144,8 @@ class FrameGraph:
             raise ValueError(f"FrameGraph: `rows` must have at most {self.buckets[-1]} entries, got {len(rows)}")
         self._fill_inputs(rows, bucket, active)
         self.graphs.run(bucket, frames)
+        if (bucket, frames) in self._laps:
+            self._timer.watch(self._laps[bucket, frames])
         return self.buffers.report[: 3 * bucket].view(3, bucket)
 
     def _fill_inputs(self, rows: Sequence[int], bucket: int, active: Sequence[bool] | None = None) -> None:
@@ -154,19 +161,35 @@ class FrameGraph:
         row_map, flags = self.buffers.inputs[: 2 * bucket].view(2, bucket)
         active = self.buffers.active[:bucket]
         torch.ne(flags, 0, out=active)
+        lap = self._lap(bucket, frames)
         for _ in range(frames):
-            self._frame(row_map, active)
+            self._frame(row_map, active, lap)
         pool, rows = self.pool, row_map.long()
         report = self.buffers.report[: 3 * bucket].view(3, bucket)
         torch.index_select(pool.frames, 0, rows, out=report[0])
         torch.add(pool.finished[rows].int(), pool.stopped[rows].int(), alpha=STOPPED, out=report[1])
         torch.index_select(pool.status, 0, rows, out=report[2])
 
-    def _frame(self, row_map: Tensor, active: Tensor) -> None:
+    def _lap(self, bucket: int, frames: int) -> Lap | None:
+        """Where to stamp the stages: a lap for good if they go into a graph. On a GPU eager launches are not timed."""
+        if self._timer is None:
+            return None
+        if not self.buffers.inputs.is_cuda:
+            return self._timer.lap()
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        self._laps[bucket, frames] = self._timer.external_lap()
+        return self._laps[bucket, frames]
+
+    def _frame(self, row_map: Tensor, active: Tensor, lap: Lap | None) -> None:
         pool, buffers, batch = self.pool, self.buffers, len(row_map)
         live, embeds = buffers.live[:batch], buffers.embeds[:batch]
+        if lap is not None:
+            lap.begin()
         pool.begin_frame(row_map, active, embeds=embeds, live=live)
         hidden = self._step.step(embeds, self.kv, pool.positions, row_map, live)
+        if lap is not None:
+            lap.end(Range.BACKBONE)
         codes, continues, feedback, status = (
             tensor[:batch] for tensor in (buffers.codes, buffers.continues, buffers.feedback, buffers.status)
         )
@@ -177,7 +200,11 @@ class FrameGraph:
             frame = local_frame_decode_reference(hidden, self._weights, pool.sampling, row_map, live)
             for name, tensor in outputs.items():
                 tensor.copy_(getattr(frame, name))
+        if lap is not None:
+            lap.end(Range.LOCAL_FRAME)
         pool.advance(row_map, live, codes=codes, continues=continues, feedback=feedback, draw_status=status)
+        if lap is not None:
+            lap.end(Range.BOOKKEEPING)
 
 
 def _decoder(weights: LocalFrameWeights, max_batch: int) -> LocalFrameDecoder | None:

@@ -13,7 +13,7 @@ from moss_kernels.rms_norm import rms_norm
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
 from moss_runtime.graphs.capture import GraphSet, bucket_for
 from moss_runtime.model.tts import MossTTS
-from moss_runtime.observe.metrics import Metrics
+from moss_runtime.observe import Metrics
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 

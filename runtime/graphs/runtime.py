@@ -1,75 +1,25 @@
 """`Runtime`: requests join, make frames together, and leave; the device is never waited for."""
 
 import contextlib
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moss_kernels import SamplingParams
 from moss_runtime.errors import PromptError
+from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
 from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
-from moss_runtime.graphs.prefill import MAX_TOKENS, Piece, Prefill, cut
+from moss_runtime.graphs.prefill import MAX_TOKENS, Prefill, cut
+from moss_runtime.graphs.requests import Flight, FrameDelta, Request
+from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
-from moss_runtime.observe.metrics import Metrics
+from moss_runtime.observe import Metrics, Range, StageTimer, annotate
 from moss_runtime.state.decode_pool import DecodePool, RowLease
 from moss_runtime.state.kv_cache import PAGE_SIZE, OutOfPages, PagedKV
-
-
-@dataclasses.dataclass(frozen=True)
-class FrameDelta:
-    """Frames of a request that are known to be valid, and not told of before.
-
-    Attributes:
-        request_id: of the request.
-        generation: of the lease of its row.
-        first_frame: number of the first of these frames.
-        codes: [n, n_vq] int16, a view of the pool's history that holds until the row is released; n may be 0 if final.
-        ready_event: after it the codes may be read on another stream; None on a CPU.
-        final: no frame will follow.
-        finish_reason: of a final delta "stop", "length" or "error", as in `Generation`.
-    """
-
-    request_id: Hashable
-    generation: int
-    first_frame: int
-    codes: Tensor
-    ready_event: torch.cuda.Event | None
-    final: bool
-    finish_reason: str | None
-
-
-@dataclasses.dataclass
-class _Request:
-    """A request as the host sees it; `pieces` wait for prefill, `launched` frames were asked for, `known` are valid."""
-
-    lease: RowLease
-    tokens: int
-    max_frames: int
-    seed: int
-    pieces: deque[Piece]
-    prefilled: torch.cuda.Event | None = None
-    launched: int = 0
-    known: int = 0
-    paused: bool = False
-    ended: bool = False
-
-
-@dataclasses.dataclass
-class _Flight:
-    """A launch whose report the host has not read. report: [3, B] int32 in pinned memory."""
-
-    requests: list[_Request]
-    report: Tensor
-    event: torch.cuda.Event | None
-
-    @property
-    def landed(self) -> bool:
-        return self.event is None or self.event.query()
 
 
 class Runtime:
@@ -84,11 +34,13 @@ class Runtime:
         model, pool, kv: what it was made with and of.
         frame: frame graphs, on their stream.
         prefill: prefill graphs, on their stream.
+        feed: makes audio of frames, on a stream of its own; None without a codec.
     """
 
     def __init__(
         self,
         model: MossTTS,
+        codec: Codec | None = None,
         *,
         rows: int,
         max_tokens: int,
@@ -98,14 +50,17 @@ class Runtime:
         frames_per_launch: int = 1,
         max_in_flight: int = 2,
         prefill_tokens: int = MAX_TOKENS,
+        chunks: Sequence[int] = CHUNKS,
         batch_invariant: bool = True,
         graphs: bool = True,
         metrics: Metrics | None = None,
+        timer: StageTimer | None = None,
     ):
         """Allocates everything; `warm_up` captures.
 
         Args:
-            model: on the device and in the dtype to run in.
+            model: on the device and in the dtype to run in. Its backbone's weights are packed in place.
+            codec: makes audio of the frames, on the same device; None: there is no `feed`.
             rows: requests at a time, at most 128.
             max_tokens: most tokens of a request in the KV cache, prompt and frames.
             max_frames: most frames of a request.
@@ -115,13 +70,15 @@ class Runtime:
             max_in_flight: launches that the host may be ahead of the device; `step` enqueues none beyond.
             prefill_tokens: most tokens of a prefill pass of several prompts. A step enqueues at most one pass while
                 other rows are live, so this bounds what a running stream waits for.
+            chunks: frames of the codec's first, second ... chunk of a request; see `AudioFeed`.
             batch_invariant: the bits of a request never depend on the others.
             graphs: False runs everything eagerly.
-            metrics: for replays, eager steps and rows in use.
+            metrics: for replays, eager steps, frames, rows and pages in use.
+            timer: for the times of the stages `frame.STAGES` of each launch.
         """
         if not 1 <= rows <= BUCKETS[-1]:
             raise ValueError(f"Runtime: `rows` must be in 1..{BUCKETS[-1]}, got {rows}")
-        self.model, self._metrics = model, metrics
+        self.model, self._metrics, self._timer = model, metrics, timer
         self._frames_per_launch, self._max_in_flight = frames_per_launch, max_in_flight
         config, common = model.config, {"dtype": model.dtype, "device": model.device}
         if pages is None:
@@ -133,7 +90,14 @@ class Runtime:
         step = BackboneStep(model.transformer, max_batch=largest)
         graph_options = {"metrics": metrics, "graphs": graphs}
         self.frame = FrameGraph(
-            model, step, self.pool, self.kv, buckets=buckets, frames=(frames_per_launch,), **graph_options
+            model,
+            step,
+            self.pool,
+            self.kv,
+            buckets=buckets,
+            frames=(frames_per_launch,),
+            timer=timer,
+            **graph_options,
         )
         self.prefill = Prefill(
             model,
@@ -144,8 +108,11 @@ class Runtime:
             batch_invariant=batch_invariant,
             **graph_options,
         )
-        self._requests: dict[Hashable, _Request] = {}
-        self._flights: deque[_Flight] = deque()
+        self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks)
+        if metrics is not None:
+            metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
+        self._requests: dict[Hashable, Request] = {}
+        self._flights: deque[Flight] = deque()
         self._deltas: list[FrameDelta] = []
         if model.device.type == "cuda":
             for part in (self.frame, self.prefill):
@@ -164,9 +131,12 @@ class Runtime:
     @torch.no_grad()
     def warm_up(self, progress: Callable[[], None] = lambda: None) -> None:
         """Compile, load and capture everything, before the first request. Calls `progress` once for each graph."""
-        for part in (self.frame, self.prefill):
-            with torch.cuda.stream(part.graphs.stream):
-                part.warm_up(progress)
+        with annotate(Range.WARM_UP):
+            for part in (self.frame, self.prefill):
+                with torch.cuda.stream(part.graphs.stream):
+                    part.warm_up(progress)
+            if self.feed is not None:
+                self.feed.warm_up()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
@@ -193,7 +163,7 @@ class Runtime:
         if tokens >= self.kv.max_tokens:
             raise PromptError(f"prompt: must have at most {self.kv.max_tokens} rows here, got {len(prompt)}")
         limit = min(limit, self.pool.max_frames, self.kv.max_tokens - tokens)
-        with torch.cuda.stream(self.frame.graphs.stream):
+        with annotate(Range.ADMIT), torch.cuda.stream(self.frame.graphs.stream):
             lease = self.pool.acquire(request_id, params, seed=params.seed, max_frames=limit, position=tokens)
             try:
                 self.kv.reserve(lease.row, tokens + min(self._frames_per_launch, limit))
@@ -201,7 +171,7 @@ class Runtime:
                 self.pool.abort(lease)
                 raise
         pieces = deque(cut(lease.row, prompt, self.prefill.lengths))
-        self._requests[request_id] = _Request(lease, tokens, limit, params.seed, pieces)
+        self._requests[request_id] = Request(lease, tokens, limit, params.seed, pieces)
         return lease
 
     def seed(self, lease: RowLease) -> int:
@@ -271,7 +241,7 @@ class Runtime:
         self.pool.abort(lease)
         self._forget(request)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.lease.request_id]
         stream = self.frame.graphs.stream
@@ -281,7 +251,7 @@ class Runtime:
                 stream.wait_event(request.prefilled)
             self.kv.release(request.lease.row)
 
-    def _request(self, lease: RowLease) -> _Request:
+    def _request(self, lease: RowLease) -> Request:
         self.pool.check(lease)
         return self._requests[lease.request_id]
 
@@ -292,12 +262,12 @@ class Runtime:
             if any(not request.pieces and not request.ended for request in self._requests.values()):
                 return
 
-    def _prefill_pass(self, waiting: list[_Request]) -> None:
+    def _prefill_pass(self, waiting: list[Request]) -> None:
         owners = {request.pieces[0].row: request for request in waiting}
         pieces = self.prefill.next_pass([request.pieces[0] for request in waiting])
         requests = [owners[piece.row] for piece in pieces]
         stream = self.prefill.graphs.stream
-        with self._aborting(requests), torch.cuda.stream(stream):
+        with annotate(Range.PREFILL), self._aborting(requests), torch.cuda.stream(stream):
             if stream is not None:
                 # Rows were reset, and their pages entered in the table, on the stream of the frames.
                 stream.wait_stream(self.frame.graphs.stream)
@@ -307,7 +277,7 @@ class Runtime:
             request.pieces.popleft()
             request.prefilled = event
 
-    def _batch(self) -> list[_Request]:
+    def _batch(self) -> list[Request]:
         """Rows of the next launch: prefilled, with frames to make, and with pages for them."""
         live = [
             request
@@ -330,9 +300,9 @@ class Runtime:
             raise shortage
         return batch
 
-    def _launch(self, batch: list[_Request]) -> None:
+    def _launch(self, batch: list[Request]) -> None:
         stream = self.frame.graphs.stream
-        with self._aborting(batch), torch.cuda.stream(stream):
+        with annotate(Range.FRAME), self._aborting(batch), torch.cuda.stream(stream):
             for request in batch:
                 if request.prefilled is not None:
                     stream.wait_event(request.prefilled)
@@ -340,25 +310,29 @@ class Runtime:
             report = self.frame.launch([request.lease.row for request in batch], self._frames_per_launch)
             host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
             host.copy_(report, non_blocking=True)
-            self._flights.append(_Flight(batch, host, self._record(stream)))
+            self._flights.append(Flight(batch, host, self._record(stream)))
         for request in batch:
             request.launched += self._frames_per_launch
 
     def _poll(self) -> None:
         """Read the reports of launches that are over."""
+        if self._timer is not None:
+            self._timer.collect()
         while self._flights and self._flights[0].landed:
             flight = self._flights.popleft()
             for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
                 if not request.ended:
                     self._learn(request, *numbers, flight.event)
 
-    def _learn(self, request: _Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None) -> None:
+    def _learn(self, request: Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None) -> None:
         """One row of a report; see `FrameBuffers.report`."""
         final, reason = bool(flags & FINISHED), None
         if final:
             reason = "error" if status else "stop" if flags & STOPPED else "length"
             request.ended = True
             self.pool.finish(request.lease)
+        if self._metrics is not None:
+            self._metrics.generated(frames=frames - request.known)
         if final or frames > request.known:
             first, request.known = request.known, frames
             lease = request.lease
@@ -367,7 +341,7 @@ class Runtime:
             self._deltas.append(delta)
 
     @contextlib.contextmanager
-    def _aborting(self, requests: list[_Request]) -> Iterator[None]:
+    def _aborting(self, requests: list[Request]) -> Iterator[None]:
         """An exception ends the requests whose work raised it."""
         try:
             yield

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moss_kernels import SamplingParams
-from moss_runtime.graphs.audio_feed import AudioFeed
 from moss_runtime.graphs.runtime import FrameDelta, Runtime
 from moss_runtime.model.tts import Generation
 from moss_runtime.state.decode_pool import PoolFull, RowLease, StaleLeaseError
@@ -22,7 +21,6 @@ def generate(
     *,
     max_frames: int | None = None,
     on_frames: Callable[[int, Tensor], None] | None = None,
-    feed: AudioFeed | None = None,
     on_audio: Callable[[int, Tensor], None] | None = None,
 ) -> list[Generation]:
     """Generate every prompt to its end, as many at a time as the runtime has rows and pages for.
@@ -34,8 +32,8 @@ def generate(
         max_frames: limit of each; the runtime limits too.
         on_frames: called with the index of a prompt and its next frames [n, n_vq] int16, a view that holds during the
             call.
-        feed: decodes the frames while more are made, with at least as many streams as the runtime has rows.
-        on_audio: called with the index of a prompt and its next samples [C, n] float32 on the CPU.
+        on_audio: called with the index of a prompt and its next samples [C, n] float32 on the CPU, if the runtime has
+            a codec.
 
     Raises:
         As `Runtime.add` and `Runtime.step`; everything that the requests held has been given back then.
@@ -44,14 +42,14 @@ def generate(
         raise ValueError(
             f"generate: `params` must hold one entry for each of {len(prompts)} prompts, got {len(params)}"
         )
-    return _Run(runtime, prompts, params, max_frames, on_frames, feed, on_audio)()
+    return _Run(runtime, prompts, params, max_frames, on_frames, on_audio)()
 
 
 class _Run:
     """One call of `generate`; request ids are the indices of the prompts."""
 
-    def __init__(self, runtime, prompts, params, max_frames, on_frames, feed, on_audio):
-        self.runtime, self.feed = runtime, feed
+    def __init__(self, runtime, prompts, params, max_frames, on_frames, on_audio):
+        self.runtime, self.feed = runtime, None if on_audio is None else runtime.feed
         self.prompts, self.params, self.max_frames = prompts, params, max_frames
         self.on_frames, self.on_audio = on_frames, on_audio
         self.waiting = deque(range(len(prompts)))
@@ -106,7 +104,7 @@ class _Run:
         """Hand on what has reached the host; whether there was anything."""
         landed = [] if self.feed is None else self.feed.step()
         for delta in landed:
-            if delta.audio.shape[1] and self.on_audio is not None:
+            if delta.audio.shape[1]:
                 self.on_audio(delta.request_id, delta.audio)
         return bool(landed)
 
