@@ -1,0 +1,218 @@
+"""BackboneStep against the eager backbone: ragged rows, paused rows and padding over pages full of NaN."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moss_kernels import _launch
+from moss_kernels.testing.backbone import FULL_BACKBONE, PagedInputs, backbone_weights
+from moss_kernels.testing.compare import require_equal
+from moss_runtime.graphs.backbone_step import BackboneStep
+from moss_runtime.model.backbone import Backbone
+from moss_runtime.model.config import BackboneConfig
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+PAGE_SIZE = 16
+# Tokens held by each pool row before the first step; batch rows in another order, padding among them.
+LENGTHS = [3, 31, 0, 16, 15]
+NULL = len(LENGTHS)
+ROWS = [4, NULL, 0, 1, NULL, 3, 2]
+
+
+def make_backbone(sizes, *, dtype=torch.float32, device="cpu", layers=None) -> Backbone:
+    config = BackboneConfig(**FULL_BACKBONE | sizes | ({"num_hidden_layers": layers} if layers else {}))
+    with torch.device("meta"):
+        backbone = Backbone(config)
+    shapes = {name: tensor.shape for name, tensor in backbone.state_dict().items()}
+    weights = backbone_weights(shapes, 0, device=device, dtype=dtype)
+    backbone.load_state_dict(weights, assign=True)
+    return backbone.requires_grad_(False).eval()
+
+
+def prefilled(backbone: Backbone, prompts: list[torch.Tensor]) -> tuple[PagedInputs, list]:
+    """Pages that hold the prompts [T, H] of the pool rows, NaN elsewhere; and eager caches that hold the same."""
+    config, dtype = backbone.config, backbone.embed_tokens.weight.dtype
+    kv = PagedInputs.make(
+        [(len(prompt), True) for prompt in prompts],
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        page_size=PAGE_SIZE,
+        max_tokens=config.max_position_embeddings,
+        layers=config.num_hidden_layers,
+        dtype=dtype,
+    )
+    # Pool row n is prompt n, with room for a few more tokens.
+    order = kv.row_map.long()
+    kv.page_table[:-1], kv.positions[:-1] = kv.page_table[order], kv.positions[order]
+    count = kv.key_pages.shape[1] - 1
+    extra = [torch.full_like(pages[:, : len(prompts)], torch.nan) for pages in (kv.key_pages, kv.value_pages)]
+    kv.key_pages = torch.cat((kv.key_pages[:, :-1], extra[0], kv.key_pages[:, -1:]), 1)
+    kv.value_pages = torch.cat((kv.value_pages[:, :-1], extra[1], kv.value_pages[:, -1:]), 1)
+    kv.page_table[kv.page_table == count] += len(prompts)
+    caches = []
+    for row, prompt in enumerate(prompts):
+        cache = backbone.new_cache(1)
+        backbone(prompt[None], cache)
+        pages = -(-(len(prompt) + 1) // PAGE_SIZE)
+        kv.page_table[row, pages] = count + row
+        for position in range(len(prompt)):
+            page, place = int(kv.page_table[row, position // PAGE_SIZE]), position % PAGE_SIZE
+            kv.key_pages[:, page, :, place] = cache.keys[:, 0, :, position]
+            kv.value_pages[:, page, :, place] = cache.values[:, 0, :, position]
+        caches.append(cache)
+    return kv, caches
+
+
+def test_steps_follow_the_eager_backbone():
+    backbone = make_backbone(TINY)
+    prompts = [torch.randn(length, 64) for length in LENGTHS]
+    kv, caches = prefilled(backbone, prompts)
+    eager = make_backbone(TINY)
+    step = BackboneStep(backbone, max_batch=len(ROWS) + 1)
+    row_map = torch.tensor(ROWS, dtype=torch.int32)
+    paused = [{1}, set(), {0, 4}, set(range(NULL))]
+    for held_back in paused:
+        active = torch.tensor([row != NULL and row not in held_back for row in ROWS])
+        embeds = torch.randn(len(ROWS), 64)
+        embeds[~active] = torch.nan
+        before = kv.clone()
+        hidden = step.step(embeds, kv, kv.positions, row_map, active)
+        for batch_row in active.nonzero()[:, 0].tolist():
+            expected = eager(embeds[batch_row][None, None], caches[ROWS[batch_row]])[0, 0]
+            torch.testing.assert_close(hidden[batch_row], expected, rtol=1e-5, atol=1e-5)
+        require_only_new_tokens(before, kv, row_map[active].long())
+        kv.positions[row_map[active].long()] += 1
+
+
+def require_only_new_tokens(before, kv, rows):
+    """Each row's new token is there and finite; positions, the table and all other places keep their bits."""
+    for name in ("page_table", "positions"):
+        assert torch.equal(getattr(before, name), getattr(kv, name)), name
+    places = kv.positions[rows].long()
+    pages, places = kv.page_table[rows, places // PAGE_SIZE].long(), places % PAGE_SIZE
+    for name in ("key_pages", "value_pages"):
+        old, new = getattr(before, name), getattr(kv, name).clone()
+        assert new[:, pages, :, places].isfinite().all()
+        new[:, pages, :, places] = old[:, pages, :, places]
+        assert torch.equal(old.view(torch.int32), new.view(torch.int32)), name
+
+
+def test_the_module_computes_the_same_in_the_same_memory():
+    backbone, embeds = make_backbone(TINY), torch.randn(2, 7, 64)
+    names = list(backbone.state_dict())
+    expected = backbone(embeds, backbone.new_cache(2))
+    step = BackboneStep(backbone, max_batch=2)
+    assert torch.equal(backbone(embeds, backbone.new_cache(2)), expected)
+    assert list(backbone.state_dict()) == names
+    for layer, packed in zip(backbone.layers, step.layers, strict=True):
+        for linear, weight in (
+            (layer.self_attn.k_proj, packed.qkv),
+            (layer.self_attn.o_proj, packed.o),
+            (layer.mlp.up_proj, packed.gate_up),
+            (layer.mlp.down_proj, packed.down),
+        ):
+            assert linear.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_sizes():
+    step = BackboneStep(make_backbone(TINY), max_batch=3)
+    buffers = step.buffers
+    scratch = (buffers.attention.partials, buffers.attention.arrived)
+    tensors = (*(x for x in vars(buffers).values() if torch.is_tensor(x)), *scratch, step.cos_sin)
+    assert step.size_in_bytes == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    kv = PagedInputs.make([(3, True)] * 4, kv_heads=2, head_dim=32, page_size=PAGE_SIZE, layers=3)
+    with pytest.raises(ValueError, match="`embeds` must have at most 3 rows, got 4"):
+        step.step(torch.zeros(4, 64), kv, kv.positions, kv.row_map, kv.active)
+    with pytest.raises(ValueError, match="`max_batch` must be at least 1, got 0"):
+        BackboneStep(make_backbone(TINY), max_batch=0)
+
+
+GPU_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """Three layers at full width: eager float64 and bfloat16 with the same weights, the step, and pages of 128 rows."""
+    backbone = make_backbone({}, dtype=torch.bfloat16, device="cuda", layers=GPU_LAYERS)
+    exact = make_backbone({}, dtype=torch.bfloat16, device="cuda", layers=GPU_LAYERS).double()
+    rows = [(5 + 41 * n % 900, True) for n in range(128)]
+    kv = PagedInputs.make(rows, kv_heads=8, head_dim=128, layers=GPU_LAYERS, dtype=torch.bfloat16, device="cuda")
+    embeds = torch.randn(128, 2560, device="cuda").bfloat16()
+    return backbone, exact, BackboneStep(backbone, max_batch=128), kv, embeds
+
+
+def eager_hidden(backbone, kv, embeds, row):
+    """Hidden state [H] by the eager backbone, whose cache gets the row's pages."""
+    pool_row = int(kv.row_map[row])
+    length, dtype = int(kv.positions[pool_row]), backbone.embed_tokens.weight.dtype
+    cache = backbone.new_cache(1)
+    cache.append(torch.ones(1, length, dtype=torch.bool, device="cuda"))
+    pages = kv.page_table[pool_row].long()
+    for mine, theirs in ((cache.keys, kv.key_pages), (cache.values, kv.value_pages)):
+        mine[:, 0, :, :length] = theirs[:, pages].transpose(2, 3).flatten(1, 2)[:, :length].transpose(1, 2).to(dtype)
+    return backbone(embeds[row][None, None].to(dtype), cache)[0, 0]
+
+
+@pytest.mark.gpu
+def test_bf16_errs_at_most_twice_as_much_as_eager(gpu):
+    backbone, exact, step, kv, embeds = gpu
+    kv = kv.clone()
+    hidden = step.step(embeds, kv, kv.positions, kv.row_map, kv.active)
+    for row in (0, 1, 63, 127):
+        expected = eager_hidden(exact, kv, embeds, row)
+        rounding = (eager_hidden(backbone, kv, embeds, row).double() - expected).square().mean().sqrt()
+        assert (hidden[row].double() - expected).square().mean().sqrt() <= 2 * rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+def test_rows_do_not_depend_on_the_batch(gpu, dependent, monkeypatch):
+    _, _, step, kv, embeds = gpu
+    monkeypatch.setattr(_launch, "enabled", False)
+    together = kv.clone()
+    expected = step.step(embeds, together, together.positions, together.row_map, together.active).clone()
+    monkeypatch.setattr(_launch, "enabled", dependent)
+    for batch in (1, 2, 3, 7, 16, 33, 64, 128):
+        index = torch.randperm(128)[:batch].tolist()
+        part = kv.clone().take(index)
+        hidden = step.step(embeds[index], part, part.positions, part.row_map, part.active)
+        require_equal(f"hidden of {batch} rows", hidden, expected[index])
+    require_equal("key_pages", part.key_pages.nan_to_num(), together.key_pages.nan_to_num())
+    require_equal("value_pages", part.value_pages.nan_to_num(), together.value_pages.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("batch", [1, 24, 64, 128])
+def test_replay_equals_eager(gpu, batch, dependent, monkeypatch):
+    monkeypatch.setattr(_launch, "enabled", dependent)
+    _, _, step, kv, embeds = gpu
+    kv = dataclasses.replace(kv.clone().take(list(range(batch))))
+    kv.active[batch // 2] = batch == 1
+    before = kv.clone()
+
+    def run():
+        return step.step(embeds[:batch], kv, kv.positions, kv.row_map, kv.active)
+
+    expected = run().clone()
+    after = kv.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = run()
+    for _ in range(5):
+        for name in ("key_pages", "value_pages"):
+            getattr(kv, name).copy_(getattr(before, name))
+        hidden.zero_()
+        graph.replay()
+        require_equal("hidden", hidden[kv.active], expected[kv.active])
+        for name in ("key_pages", "value_pages"):
+            require_equal(name, getattr(kv, name).nan_to_num(), getattr(after, name).nan_to_num())
