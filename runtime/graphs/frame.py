@@ -171,14 +171,11 @@ class FrameGraph:
         torch.index_select(pool.status, 0, rows, out=report[2])
 
     def _lap(self, bucket: int, frames: int) -> Lap | None:
-        """Where to stamp the stages: a lap for good if they go into a graph. On a GPU eager launches are not timed."""
-        if self._timer is None:
+        """Where to stamp the stages. On a GPU only graphs are timed."""
+        on_gpu = self.buffers.inputs.is_cuda
+        if self._timer is None or (on_gpu and not torch.cuda.is_current_stream_capturing()):
             return None
-        if not self.buffers.inputs.is_cuda:
-            return self._timer.lap()
-        if not torch.cuda.is_current_stream_capturing():
-            return None
-        self._laps[bucket, frames] = self._timer.external_lap()
+        self._laps[bucket, frames] = self._timer.lap(external=on_gpu)
         return self._laps[bucket, frames]
 
     def _frame(self, row_map: Tensor, active: Tensor, lap: Lap | None) -> None:
