@@ -1,10 +1,14 @@
 """BackboneStep against the eager backbone: ragged rows, paused rows and padding over pages full of NaN."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench.baselines_backbone import eager_hidden
 from moss_kernels import _launch
 from moss_kernels.testing.backbone import FULL_BACKBONE, PagedInputs, backbone_weights
 from moss_kernels.testing.compare import require_equal
@@ -12,6 +16,7 @@ from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.model.backbone import Backbone
 from moss_runtime.model.config import BackboneConfig
 
+ROOT = Path(__file__).parents[1]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -141,42 +146,29 @@ GPU_LAYERS = 3
 
 @pytest.fixture(scope="module")
 def gpu():
-    """Three layers at full width: eager float64 and bfloat16 with the same weights, the step, and pages of 128 rows."""
+    """Three layers at full width, their step, and pages and input of 128 rows."""
     backbone = make_backbone({}, dtype=torch.bfloat16, device="cuda", layers=GPU_LAYERS)
-    exact = make_backbone({}, dtype=torch.bfloat16, device="cuda", layers=GPU_LAYERS).double()
     rows = [(5 + 41 * n % 900, True) for n in range(128)]
     kv = PagedInputs.make(rows, kv_heads=8, head_dim=128, layers=GPU_LAYERS, dtype=torch.bfloat16, device="cuda")
     embeds = torch.randn(128, 2560, device="cuda").bfloat16()
-    return backbone, exact, BackboneStep(backbone, max_batch=128), kv, embeds
-
-
-def eager_hidden(backbone, kv, embeds, row):
-    """Hidden state [H] by the eager backbone, whose cache gets the row's pages."""
-    pool_row = int(kv.row_map[row])
-    length, dtype = int(kv.positions[pool_row]), backbone.embed_tokens.weight.dtype
-    cache = backbone.new_cache(1)
-    cache.append(torch.ones(1, length, dtype=torch.bool, device="cuda"))
-    pages = kv.page_table[pool_row].long()
-    for mine, theirs in ((cache.keys, kv.key_pages), (cache.values, kv.value_pages)):
-        mine[:, 0, :, :length] = theirs[:, pages].transpose(2, 3).flatten(1, 2)[:, :length].transpose(1, 2).to(dtype)
-    return backbone(embeds[row][None, None].to(dtype), cache)[0, 0]
+    return backbone, BackboneStep(backbone, max_batch=128), kv, embeds
 
 
 @pytest.mark.gpu
 def test_bf16_errs_at_most_twice_as_much_as_eager(gpu):
-    backbone, exact, step, kv, embeds = gpu
+    backbone, step, kv, embeds = gpu
     kv = kv.clone()
     hidden = step.step(embeds, kv, kv.positions, kv.row_map, kv.active)
     for row in (0, 1, 63, 127):
-        expected = eager_hidden(exact, kv, embeds, row)
-        rounding = (eager_hidden(backbone, kv, embeds, row).double() - expected).square().mean().sqrt()
-        assert (hidden[row].double() - expected).square().mean().sqrt() <= 2 * rounding
+        exact, eager = (eager_hidden(backbone, kv, embeds, row, dtype) for dtype in (torch.float64, torch.bfloat16))
+        rounding = (eager.double() - exact).square().mean().sqrt()
+        assert (hidden[row].double() - exact).square().mean().sqrt() <= 2 * rounding
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dependent", [False, True])
 def test_rows_do_not_depend_on_the_batch(gpu, dependent, monkeypatch):
-    _, _, step, kv, embeds = gpu
+    _, step, kv, embeds = gpu
     monkeypatch.setattr(_launch, "enabled", False)
     together = kv.clone()
     expected = step.step(embeds, together, together.positions, together.row_map, together.active).clone()
@@ -195,7 +187,7 @@ def test_rows_do_not_depend_on_the_batch(gpu, dependent, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 24, 64, 128])
 def test_replay_equals_eager(gpu, batch, dependent, monkeypatch):
     monkeypatch.setattr(_launch, "enabled", dependent)
-    _, _, step, kv, embeds = gpu
+    _, step, kv, embeds = gpu
     kv = dataclasses.replace(kv.clone().take(list(range(batch))))
     kv.active[batch // 2] = batch == 1
     before = kv.clone()
@@ -216,3 +208,10 @@ def test_replay_equals_eager(gpu, batch, dependent, monkeypatch):
         require_equal("hidden", hidden[kv.active], expected[kv.active])
         for name in ("key_pages", "value_pages"):
             require_equal(name, getattr(kv, name).nan_to_num(), getattr(after, name).nan_to_num())
+
+
+def test_the_benchmark_checks_its_variants_without_a_gpu():
+    command = [sys.executable, "-m", "bench.bench_backbone", "--smoke"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 24
+    assert all(line.endswith(" ok") for line in lines)

@@ -1,0 +1,203 @@
+"""Where the time of a backbone step goes: each linear by tile, the attention by launch, the step by kernel."""
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from bench.codec_profile import replay_seconds
+from bench.harness import COPY_BYTES_PER_SECOND
+from moss_kernels import _launch
+from moss_kernels.backbone_linear import split_count, triton_kernel
+from moss_kernels.backbone_linear.tiles import Tile, row_block, tile_for
+from moss_kernels.kv_append import kv_append
+from moss_kernels.paged_attention import AttentionScratch
+from moss_kernels.paged_attention.triton_kernel import paged_attention_triton
+from moss_kernels.rms_norm import rms_norm
+from moss_kernels.testing.backbone import PagedInputs
+from moss_runtime.graphs.backbone_step import BackboneStep
+
+# Enough weights, over 240 MB, that the first is not in L2 when its turn comes again.
+COLD_BYTES = 240e6
+SHARED_BYTES = 232_448
+MULTIPROCESSORS = 132
+
+# What might beat the tiles in use. Those that leave a last wave, or do not fit, are left out for a shape.
+_TILES = (
+    Tile(64, 64, 4, 5, True),
+    Tile(64, 64, 4, 8, True),
+    Tile(64, 128, 4, 3, True),
+    Tile(64, 128, 4, 4, True),
+    Tile(64, 128, 4, 5, True),
+    Tile(64, 256, 4, 2, True),
+    Tile(64, 256, 4, 3, True),
+    Tile(128, 64, 4, 4, True),
+    Tile(128, 64, 8, 4, True),
+    Tile(128, 64, 8, 6, True),
+    Tile(128, 128, 8, 2, True),
+    Tile(128, 128, 8, 3, True),
+    Tile(128, 128, 8, 4, True),
+    Tile(64, 64, 4, 6, False),
+    Tile(64, 128, 4, 4, False),
+    Tile(128, 64, 8, 4, False),
+)
+_SPLITS = {"qkv": (1,), "gate_up": (1,), "o": (2, 4, 8), "down": (2, 4, 8)}
+_ATTENTION = tuple(
+    {"min_split": split, "programs": programs, "warps": warps, "stages": stages}
+    for split, programs, warps, stages in (
+        (128, None, 4, 3), (128, None, 4, 2), (128, None, 4, 4), (128, None, 8, 3), (128, 16, 4, 3), (128, 1, 4, 3),
+        (64, None, 4, 3), (256, None, 4, 3), (256, 1, 4, 3), (256, 4, 4, 3), (512, None, 4, 3), (512, None, 4, 4),
+    )
+)  # fmt: skip
+_PREFETCH = (0, 1024, 4096)
+
+
+@contextmanager
+def dependent_launch(enabled: bool):
+    """Switches programmatic dependent launch for what is launched or captured inside."""
+    with mock.patch.object(_launch, "enabled", enabled):
+        yield
+
+
+def fits(tile: Tile, rows: int, n: int, splits: int) -> bool:
+    """Whether all programs of a launch are on the multiprocessors at once."""
+    shared = tile.stages * (tile.outputs + row_block(rows)) * tile.block_k * 2 + 2048
+    programs = -(-n // tile.outputs) * splits
+    return programs <= MULTIPROCESSORS * (SHARED_BYTES // shared)
+
+
+def linear_times(step: BackboneStep, name: str, rows: int) -> dict[tuple[Tile, int], float]:
+    """Microseconds of one linear by (tile, splits); every layer's weights in turn, so that they are cold."""
+    weights = [getattr(layer, name) for layer in step.layers]
+    weights = weights[: max(2, int(COLD_BYTES / weights[0].nbytes) + 1)]
+    (n, k), device = weights[0].shape, weights[0].device
+    x, times = torch.randn(rows, k, device=device).bfloat16(), {}
+    gated, wide = name == "gate_up", name in ("qkv", "gate_up")
+    for splits in _SPLITS[name]:
+        out = torch.empty(rows, n // 2 if gated else n, dtype=x.dtype, device=device)
+        out = out if wide else torch.empty(splits, rows, n, device=device)
+        for tile in dict.fromkeys((tile_for(rows, n, k // splits, x.dtype), *_TILES)):
+            if k // splits % tile.block_k or not fits(tile, rows, n, splits):
+                continue
+
+            def run(tile=tile, out=out) -> None:
+                for weight in weights:
+                    triton_kernel.backbone_linear_triton(x, weight, gated, out, tile=tile)
+
+            times[tile, splits] = timed(run, len(weights))
+    return times
+
+
+def timed(run: Callable[[], None], repeats: int) -> float:
+    """Microseconds of one repeat; infinite, with a line that says why, where the kernel cannot be launched."""
+    try:
+        return 1e6 * replay_seconds(run) / repeats
+    except Exception as error:  # a tile that needs more shared memory or registers than there are
+        print(f"    {str(error).splitlines()[0][:100]}", flush=True)
+        torch.cuda.synchronize()
+        return float("inf")
+
+
+def print_linears(step: BackboneStep, name: str, rows: int) -> None:
+    """The fastest tiles of a linear, the library, and the tile in use."""
+    weights = [getattr(layer, name) for layer in step.layers]
+    n, k = weights[0].shape
+    x = torch.randn(rows, k, device=weights[0].device).bfloat16()
+
+    def library() -> None:
+        for weight in weights:
+            torch.mm(x, weight.T)
+
+    times = linear_times(step, name, rows)
+    chosen = tile_for(rows, n, k // split_count(n, k), x.dtype), split_count(n, k)
+    floor = 1e6 * weights[0].nbytes / COPY_BYTES_PER_SECOND
+    print(f"{name} B{rows}: floor {floor:.1f}, library {timed(library, len(weights)):.1f}, "
+          f"in use {times.get(chosen, float('nan')):.1f} us {tuple(chosen[0])}", flush=True)  # fmt: skip
+    for (tile, splits), microseconds in sorted(times.items(), key=lambda item: item[1])[:8]:
+        rate = weights[0].nbytes / microseconds / 1e6
+        print(f"    {microseconds:8.2f} us {rate:5.2f} TB/s  splits {splits} {tuple(tile)}", flush=True)
+
+
+def print_attention(step: BackboneStep, kv: PagedInputs) -> None:
+    """The attention of a layer by launch configuration."""
+    config, rows = step.backbone.config, len(kv.row_map)
+    kv = dataclasses.replace(kv, positions=kv.positions - 1)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    q = torch.randn(rows, heads[0] * heads[2], device=kv.row_map.device).bfloat16()
+    scratch, out, layers = AttentionScratch.allocate(rows, *heads, q.device), torch.empty_like(q), len(kv.key_pages)
+    times = {}
+    for options in _ATTENTION:
+
+        def run(options=options) -> None:
+            for layer in range(layers):
+                arguments = (q, *kv.layer(layer), out, scratch.partials, scratch.arrived)
+                paged_attention_triton(*arguments, **options)
+
+        times[tuple(options.items())] = timed(run, layers)
+    moved = 4 * rows * int(kv.positions.max() + 1) * heads[1] * heads[2]
+    print(f"paged_attention B{rows}: floor {1e6 * moved / COPY_BYTES_PER_SECOND:.1f} us", flush=True)
+    for options, microseconds in sorted(times.items(), key=lambda item: item[1])[:6]:
+        print(f"    {microseconds:8.2f} us {moved / microseconds / 1e6:5.2f} TB/s  {dict(options)}", flush=True)
+
+
+def print_rows(step: BackboneStep, kv: PagedInputs) -> None:
+    """The small kernels of a layer."""
+    rows, buffers, layer = len(kv.row_map), step.buffers, step.layers[0]
+    x, normed, qkv, q = (getattr(buffers, name)[:rows] for name in ("x", "normed", "qkv", "q"))
+    count = len(kv.key_pages)
+
+    def norms() -> None:
+        partials = buffers.partials[: split_count(*layer.o.shape) * x.numel()].view(-1, *x.shape)
+        for _ in range(count):
+            rms_norm(x, partials, layer.mlp_norm, 1e-6, normed)
+
+    def appends() -> None:
+        for index in range(count):
+            kv_append(qkv, layer.q_norm, layer.k_norm, 1e-6, step.cos_sin, *kv.layer(index), q)
+
+    print(f"B{rows}: rms_norm {timed(norms, count):.2f} us, kv_append {timed(appends, count):.2f} us", flush=True)
+
+
+def print_step(step: BackboneStep, kv: PagedInputs) -> None:
+    """The whole step, with dependent launch off and on, and how much it prefetches; then its kernels."""
+    rows = len(kv.row_map)
+    embeds = torch.randn(rows, step.backbone.config.hidden_size, device=kv.row_map.device).bfloat16()
+
+    def run() -> None:
+        step.step(embeds, kv, kv.positions, kv.row_map, kv.active)
+
+    with dependent_launch(False):
+        print(f"backbone_step B{rows}: {timed(run, 1000):.3f} ms", flush=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    by_launch: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        by_launch[event.name[:60]].append(event.device_time)
+    for kernel, times in by_launch.items():
+        print(f"    {sum(times):9.1f} us {len(times):5d} x {sum(times) / len(times):8.2f}  {kernel}", flush=True)
+    with dependent_launch(True):
+        for prefetch in _PREFETCH:
+            with mock.patch.object(triton_kernel, "PREFETCH_BYTES", prefetch):
+                print(f"    dependent launch, prefetch {prefetch}: {timed(run, 1000):.3f} ms", flush=True)
+
+
+def print_all(step: BackboneStep, kv: PagedInputs, batches: Iterable[int]) -> None:
+    """Everything for some batch sizes, the whole step first; tells how long each part took."""
+    start = time.perf_counter()
+    for batch in batches:
+        print_step(step, kv.take(range(batch)))
+        print_rows(step, kv.take(range(batch)))
+        print_attention(step, kv.take(range(batch)))
+    print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
+    for batch in batches:
+        for name in ("gate_up", "down", "qkv", "o"):
+            print_linears(step, name, batch)
+        print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
