@@ -152,6 +152,9 @@ def test_reserve_does_not_wait(config):
     sizes = {"rows": 64, "pages": 64 * 5, "page_size": PAGE_SIZE, "max_tokens": MAX_TOKENS}
     kv = PagedKV(config, **sizes, dtype=torch.bfloat16, device="cuda")
     kv.reserve(0, 1)
+    # Pinned memory that the host allocator has to get first may wait.
+    pinned = [torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(400)]
+    del pinned
     torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)
     done = torch.cuda.Event()
