@@ -77,6 +77,7 @@ class FrameGraph:
 
     Attributes:
         buffers: static memory.
+        step: the backbone's step.
         graphs: one for each (batch bucket, frames).
         decoder: the CUDA kernel of the local transformer; None where it does not work, then its reference runs.
     """
@@ -111,7 +112,7 @@ class FrameGraph:
         """
         self._timer = timer
         self._laps: dict[tuple[int, int], Lap] = {}
-        self.pool, self.kv, self._step = pool, kv, step
+        self.pool, self.kv, self.step = pool, kv, step
         self.buckets = sorted(buckets)
         self.buffers = FrameBuffers.allocate(model, self.buckets[-1])
         self._weights = model.frame_weights()
@@ -125,7 +126,7 @@ class FrameGraph:
     def warm_up(self, progress=lambda: None) -> None:
         """Capture all graphs, over null rows."""
         for bucket in self.buckets:
-            self._fill_inputs([], bucket)
+            self.fill_inputs([], bucket)
         self.graphs.capture(progress)
 
     def launch(self, rows: Sequence[int], frames: int = 1, active: Sequence[bool] | None = None) -> Tensor:
@@ -142,13 +143,14 @@ class FrameGraph:
         bucket = bucket_for(len(rows), self.buckets)
         if len(rows) > self.buckets[-1]:
             raise ValueError(f"FrameGraph: `rows` must have at most {self.buckets[-1]} entries, got {len(rows)}")
-        self._fill_inputs(rows, bucket, active)
+        self.fill_inputs(rows, bucket, active)
         self.graphs.run(bucket, frames)
         if (bucket, frames) in self._laps:
             self._timer.watch(self._laps[bucket, frames])
         return self.buffers.report[: 3 * bucket].view(3, bucket)
 
-    def _fill_inputs(self, rows: Sequence[int], bucket: int, active: Sequence[bool] | None = None) -> None:
+    def fill_inputs(self, rows: Sequence[int], bucket: int, active: Sequence[bool] | None = None) -> None:
+        """Copy the row map and the active mask of a launch to the device, padded to a bucket, without waiting."""
         padding = bucket - len(rows)
         flags = [1] * len(rows) if active is None else [int(flag) for flag in active]
         values = [*rows, *[self.pool.null_row] * padding, *flags, *[0] * padding]
@@ -184,7 +186,7 @@ class FrameGraph:
         if lap is not None:
             lap.begin()
         pool.begin_frame(row_map, active, embeds=embeds, live=live)
-        hidden = self._step.step(embeds, self.kv, pool.positions, row_map, live)
+        hidden = self.step.step(embeds, self.kv, pool.positions, row_map, live)
         if lap is not None:
             lap.end(Range.BACKBONE)
         codes, continues, feedback, status = (

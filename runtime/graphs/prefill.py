@@ -104,7 +104,7 @@ class Prefill:
     def warm_up(self, progress=lambda: None) -> None:
         """Find out which products may run over all prompts of a pass, then capture the graphs."""
         if self.batch_invariant:
-            self._compare_products()
+            self.compare_products()
         self._inputs.zero_()
         for rows, length, _ in self.graphs.shapes:
             self._inputs[:rows] = self.kv.rows
@@ -185,7 +185,7 @@ class Prefill:
         at_once = rows == 1 or not self.batch_invariant or (rows, length) in self.flat
         return _product(x, weight, residual, 1 if at_once else rows)
 
-    def _compare_products(self) -> None:
+    def compare_products(self) -> None:
         """Fill `flat`: the linears of the first layer, on random inputs, at once and by prompt."""
         layer = self._step.layers[0]
         generator = torch.Generator(self.model.device).manual_seed(0)
