@@ -1,6 +1,6 @@
 """Where the time of a backbone step goes: each linear by tile, the attention by launch, the step by kernel."""
 
-import dataclasses
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,8 +14,6 @@ from bench.harness import COPY_BYTES_PER_SECOND
 from moss_kernels import _launch
 from moss_kernels.backbone_linear import split_count, triton_kernel
 from moss_kernels.backbone_linear.tiles import Tile, row_block, tile_for
-from moss_kernels.kv_append import kv_append
-from moss_kernels.paged_attention import AttentionScratch
 from moss_kernels.paged_attention.triton_kernel import paged_attention_triton
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.testing.backbone import PagedInputs
@@ -125,41 +123,36 @@ def print_linears(step: BackboneStep, name: str, rows: int) -> None:
 def print_attention(step: BackboneStep, kv: PagedInputs) -> None:
     """The attention of a layer by launch configuration."""
     config, rows = step.backbone.config, len(kv.row_map)
-    kv = dataclasses.replace(kv, positions=kv.positions - 1)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    q = torch.randn(rows, heads[0] * heads[2], device=kv.row_map.device).bfloat16()
-    scratch, out, layers = AttentionScratch.allocate(rows, *heads, q.device), torch.empty_like(q), len(kv.key_pages)
+    scratch, layers, layer = step.buffers.attention, len(kv.key_pages), step.layers[0]
+    qkv, out = step.buffers.qkv[:rows].normal_(), step.buffers.attended[:rows]
+    token = (qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, step.cos_sin)
     times = {}
     for options in _ATTENTION:
 
         def run(options=options) -> None:
-            for layer in range(layers):
-                arguments = (q, *kv.layer(layer), out, scratch.partials, scratch.arrived)
+            for index in range(layers):
+                arguments = (*token, *kv.layer(index), out, scratch.partials, scratch.arrived)
                 paged_attention_triton(*arguments, **options)
 
         times[tuple(options.items())] = timed(run, layers)
-    moved = 4 * rows * int(kv.positions.max() + 1) * heads[1] * heads[2]
+    moved = 4 * rows * int(kv.positions.max()) * heads[1] * heads[2]
     print(f"paged_attention B{rows}: floor {1e6 * moved / COPY_BYTES_PER_SECOND:.1f} us", flush=True)
     for options, microseconds in sorted(times.items(), key=lambda item: item[1])[:6]:
         print(f"    {microseconds:8.2f} us {moved / microseconds / 1e6:5.2f} TB/s  {dict(options)}", flush=True)
 
 
-def print_rows(step: BackboneStep, kv: PagedInputs) -> None:
-    """The small kernels of a layer."""
-    rows, buffers, layer = len(kv.row_map), step.buffers, step.layers[0]
-    x, normed, qkv, q = (getattr(buffers, name)[:rows] for name in ("x", "normed", "qkv", "q"))
-    count = len(kv.key_pages)
+def print_norm(step: BackboneStep, rows: int) -> None:
+    """The kernel between linears."""
+    buffers, layer, count = step.buffers, step.layers[0], len(step.layers)
+    x, normed = buffers.x[:rows], buffers.normed[:rows]
+    partials = buffers.partials[: split_count(*layer.o.shape) * x.numel()].view(-1, *x.shape)
 
-    def norms() -> None:
-        partials = buffers.partials[: split_count(*layer.o.shape) * x.numel()].view(-1, *x.shape)
+    def run() -> None:
         for _ in range(count):
             rms_norm(x, partials, layer.mlp_norm, 1e-6, normed)
 
-    def appends() -> None:
-        for index in range(count):
-            kv_append(qkv, layer.q_norm, layer.k_norm, 1e-6, step.cos_sin, *kv.layer(index), q)
-
-    print(f"B{rows}: rms_norm {timed(norms, count):.2f} us, kv_append {timed(appends, count):.2f} us", flush=True)
+    print(f"rms_norm B{rows}: {timed(run, count):.2f} us", flush=True)
 
 
 def print_step(step: BackboneStep, kv: PagedInputs) -> None:
@@ -178,11 +171,13 @@ def print_step(step: BackboneStep, kv: PagedInputs) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
-    by_launch: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        by_launch[event.name[:60]].append(event.device_time)
-    for kernel, times in by_launch.items():
-        print(f"    {sum(times):9.1f} us {len(times):5d} x {sum(times) / len(times):8.2f}  {kernel}", flush=True)
+    linears, times = itertools.cycle(("qkv", "o", "gate_up", "down")), defaultdict(list)
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for kernel in sorted(kernels, key=lambda event: event.time_range.start):
+        label = next(linears) if "backbone_linear" in kernel.name else kernel.name[:60]
+        times[label].append(kernel.time_range.elapsed_us())
+    for label, spans in times.items():
+        print(f"    {sum(spans):9.1f} us {len(spans):5d} x {sum(spans) / len(spans):8.2f}  {label}", flush=True)
     with dependent_launch(True):
         for prefetch in _PREFETCH:
             with mock.patch.object(triton_kernel, "PREFETCH_BYTES", prefetch):
@@ -194,7 +189,7 @@ def print_all(step: BackboneStep, kv: PagedInputs, batches: Iterable[int]) -> No
     start = time.perf_counter()
     for batch in batches:
         print_step(step, kv.take(range(batch)))
-        print_rows(step, kv.take(range(batch)))
+        print_norm(step, batch)
         print_attention(step, kv.take(range(batch)))
     print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
     for batch in batches:

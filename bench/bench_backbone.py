@@ -6,6 +6,7 @@ if it errs at most twice as much as the eager modules in bfloat16, both against 
 launch configurations instead.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from bench import backbone_profile, harness
 from bench.baselines_backbone import TorchGraphBackbone, attend, cached_tokens, eager_hidden
 from moss_kernels.backbone_linear import backbone_linear, split_count
+from moss_kernels.kv_append import kv_append_reference
 from moss_kernels.paged_attention import AttentionScratch, paged_attention, paged_attention_reference
 from moss_kernels.testing.backbone import FULL_BACKBONE, PagedInputs, backbone_weights
 from moss_runtime.graphs.backbone_step import BackboneStep
@@ -57,6 +59,9 @@ class Bench:
     def normal(self, *shape: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(sum(shape))
         return torch.randn(shape, generator=generator, device=self.device).bfloat16()
+
+    def norms(self) -> tuple[Tensor, Tensor, float]:
+        return self.step.layers[0].q_norm, self.step.layers[0].k_norm, self.config.rms_norm_eps
 
     def rows(self, batch: int) -> PagedInputs:
         return self.kv.take(range(batch))
@@ -106,19 +111,25 @@ class Bench:
         return self.case(f"backbone_linear/{name}/B{batch}", "us", numbers, 2 * batch * n * k, len(weights)), variants
 
     def attention(self, batch: int) -> tuple[harness.Case, list[harness.Variant]]:
-        """The attention of every layer over the stored tokens."""
+        """A new token in every layer; the baseline's queries and keys are normalised, rotated and stored already."""
         kv, config = self.rows(batch), self.config
-        kv.positions = kv.positions - 1  # the newest token is stored already
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        q = self.normal(batch, heads[0] * heads[2])
-        scratch, out = AttentionScratch.allocate(batch, *heads, q.device), torch.empty_like(q)
-        stored = [cached_tokens(self.kv, row) for row in range(batch)]
-        keys, values = (torch.stack(part, 1) for part in zip(*stored, strict=True))
-        grouped = q.unflatten(1, (heads[0], heads[2]))
+        qkv = self.normal(batch, (heads[0] + 2 * heads[1]) * heads[2])
+        scratch = AttentionScratch.allocate(batch, *heads, qkv.device)
+        out = torch.empty(batch, heads[0] * heads[2], dtype=qkv.dtype, device=qkv.device)
+        token = (qkv, *self.norms(), self.step.cos_sin)
+        after = dataclasses.replace(kv, positions=kv.positions + 1)
 
         def own(layer: int) -> Tensor:
-            paged_attention(q, *kv.layer(layer), out, scratch)
+            paged_attention(*token, *kv.layer(layer), out, scratch)
             return out
+
+        q = torch.empty_like(out)
+        for layer in range(config.num_hidden_layers):
+            kv_append_reference(*token, *kv.layer(layer), q)
+        stored = [cached_tokens(after, row) for row in range(batch)]
+        keys, values = (torch.stack(part, 1) for part in zip(*stored, strict=True))
+        grouped = q.unflatten(1, (heads[0], heads[2]))
 
         def library(layer: int) -> Tensor:
             return attend(grouped, keys[layer], values[layer])
@@ -128,16 +139,19 @@ class Bench:
                 compute(layer)
 
         def check(compute: Callable[[int], Tensor]) -> None:
-            exact = attend(grouped.double(), keys[0].double(), values[0].double())
-            eager = torch.empty_like(q)
-            paged_attention_reference(q, *kv.layer(), eager)
+            wide_token = [x.double() if torch.is_tensor(x) else x for x in token]
+            wide_q = q.double()
+            kv_append_reference(*wide_token, *(pages.double() for pages in kv.layer()[:2]), *kv.layer()[2:], wide_q)
+            exact = attend(wide_q.view(grouped.shape), keys[0].double(), values[0].double())
+            eager = torch.empty_like(out)
+            paged_attention_reference(*token, *kv.layer(), eager)
             require_accurate(compute(0), exact, eager)
 
         variants = [
             harness.Variant("triton", partial(run, own), partial(check, own)),
             harness.Variant("torch_graph", partial(run, library), partial(check, library)),
         ]
-        numbers = batch * self.context * 2 * heads[1] * heads[2] + 2 * q.numel()
+        numbers = batch * self.context * 2 * heads[1] * heads[2] + qkv.numel() + out.numel()
         flops = 4 * batch * self.context * heads[0] * heads[2]
         name = f"paged_attention/B{batch}/ctx{self.context}"
         return self.case(name, "us", numbers, flops, config.num_hidden_layers), variants

@@ -1,51 +1,76 @@
 """paged_attention against float64, in every implementation; what must not matter in its inputs is NaN."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from moss_kernels import _launch
+from moss_kernels.kv_append import kv_append, kv_append_reference
 from moss_kernels.paged_attention import AttentionScratch, paged_attention, paged_attention_reference, triton_kernel
 from moss_kernels.paged_attention.reference import MAX_SPLITS, MIN_SPLIT
 from moss_kernels.testing.backbone import PagedInputs
 from moss_kernels.testing.compare import require_equal
+from moss_runtime.model.backbone import rope_tables
 
-# Keys stored, the newest included: one, around pages and splits, many splits, and splits that have doubled.
-KEYS = [1, 15, 16, 17, 127, 128, 129, 300, MIN_SPLIT * MAX_SPLITS, MIN_SPLIT * MAX_SPLITS + 1]
-ROWS = [(keys, True) for keys in KEYS] + [(None, False), (33, False)]
-ROWS = ROWS[5:] + ROWS[:5]
+# Tokens stored before the new one: none, around pages and splits, many splits, and splits that have doubled.
+STORED = [0, 15, 16, 17, 127, 128, 129, 300, MIN_SPLIT * MAX_SPLITS - 1, MIN_SPLIT * MAX_SPLITS]
+ROWS = [(tokens, True) for tokens in STORED[5:]] + [(None, False), (33, False)]
+ROWS += [(tokens, True) for tokens in STORED[:5]]
 NAMES = [argument.name for argument in torch.ops.moss.paged_attention.default._schema.arguments]
+EPS, LONGEST = 1e-6, 3100
 
 
 def make_inputs(rows=ROWS, *, kv_heads=2, group=3, head_dim=16, page_size=16, dtype=torch.float32, device="cpu"):
-    """q and pages whose rows hold their newest key already; q of inactive rows is NaN."""
+    """(qkv, q_norm, k_norm, eps, cos_sin) and pages; inputs of inactive rows are NaN."""
     pages = PagedInputs.make(
         rows, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
-    pages.positions -= 1
-    pages.positions[-1] = 0
-    q = 1.5 * torch.randn(len(rows), group * kv_heads * head_dim, device=device)
-    q[~pages.active] = torch.nan
-    return q.to(dtype), pages
+    qkv = torch.randn(len(rows), (group + 2) * kv_heads * head_dim, device=device)
+    qkv[~pages.active] = torch.nan
+    norms = (1.5 + torch.randn(2, head_dim, device=device) / 4).to(dtype)
+    tables = rope_tables(torch.arange(LONGEST, device=device)[None], head_dim, 1e4, dtype)
+    return (qkv.to(dtype), *norms, EPS, torch.cat(tables, -1)[0, 0]), pages
 
 
-def make_scratch(q, pages):
+def query_width(token, pages):
+    return token[0].shape[1] - 2 * pages.key_pages.shape[2] * pages.key_pages.shape[4]
+
+
+def make_scratch(token, pages):
     kv_heads, head_dim = pages.key_pages.shape[2], pages.key_pages.shape[4]
-    scratch = AttentionScratch.allocate(len(q) + 1, q.shape[1] // head_dim, kv_heads, head_dim, q.device)
+    heads = query_width(token, pages) // head_dim, kv_heads, head_dim
+    scratch = AttentionScratch.allocate(len(token[0]) + 1, *heads, token[0].device)
     scratch.partials.fill_(torch.nan)
     return scratch
 
 
-def attend(run, q, pages, **options):
-    """Output of an implementation, which leaves its counters as it found them."""
-    scratch, out = make_scratch(q, pages), torch.full_like(q, torch.nan)
-    run(q, *pages.layer(), out, scratch.partials, scratch.arrived, **options)
-    assert not scratch.arrived.any()
-    return out
+def make_arguments(token, pages):
+    """All arguments of the op, in order."""
+    out = token[0].new_full((len(token[0]), query_width(token, pages)), torch.nan)
+    scratch = make_scratch(token, pages)
+    return [*token, *pages.layer(), out, scratch.partials, scratch.arrived]
 
 
-def exact_attention(q, pages):
-    """[B, Hq*D] float64: each row's keys put in order, then plain attention; 0 in inactive rows."""
-    key_pages, value_pages, page_table, positions, row_map, active = (x.cpu() for x in pages.layer())
+def attend(run, token, pages, **options):
+    """Output of an implementation on a copy of the pages, and the copy; counters are left as they were found."""
+    pages = pages.clone()
+    arguments = make_arguments(token, pages)
+    run(*arguments, **options)
+    assert not arguments[-1].any()
+    return arguments[-3], pages
+
+
+def exact_attention(token, pages):
+    """[B, Hq*D] float64 and pages in the dtype of the inputs: each row's keys in order, then plain attention.
+
+    Queries and the new key have the rounding of eager modules.
+    """
+    token = [x.cpu() if torch.is_tensor(x) else x for x in token]
+    pages = PagedInputs(*(x.cpu().clone() for x in vars(pages).values()))
+    q = torch.zeros(len(token[0]), query_width(token, pages), dtype=token[0].dtype)
+    kv_append_reference(*token, *pages.layer(), q)
+    key_pages, value_pages, page_table, positions, row_map, active = pages.layer()
     kv_heads, head_dim = key_pages.shape[1], key_pages.shape[3]
     out = torch.zeros(q.shape, dtype=torch.float64)
     for batch_row in active.nonzero()[:, 0].tolist():
@@ -55,15 +80,27 @@ def exact_attention(q, pages):
             store[page_table[row].long()].transpose(1, 2).flatten(0, 1)[:count].double()
             for store in (key_pages, value_pages)
         )
-        queries = q[batch_row].cpu().double().view(kv_heads, -1, head_dim)
+        queries = q[batch_row].double().view(kv_heads, -1, head_dim)
         weights = (torch.einsum("hgd,nhd->hgn", queries, keys) / head_dim**0.5).softmax(-1)
         out[batch_row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten()
-    return out
+    return out, pages
 
 
 def error(out, exact):
     """Largest error relative to the largest value; infinite if any output is NaN."""
     return ((out.cpu().double() - exact).abs().max() / exact.abs().max()).nan_to_num(torch.inf).item()
+
+
+def require_exact(run, token, pages, **options):
+    """float32: output and pages follow float64, and an inactive row gives 0 and changes no page."""
+    (out, written), (exact, expected) = attend(run, token, pages, **options), exact_attention(token, pages)
+    assert error(out, exact) < 5e-6
+    assert (out[~pages.active] == 0).all()
+    for name in ("key_pages", "value_pages"):
+        got = getattr(written, name).cpu()
+        torch.testing.assert_close(got, getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
+    for name in ("page_table", "positions", "row_map", "active"):
+        require_equal(name, getattr(written, name), getattr(pages, name))
 
 
 def op(*arguments):
@@ -75,47 +112,47 @@ SIZES = [(2, 3, 16, 16), (1, 4, 32, 64), (3, 1, 64, 32)]
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), SIZES)
 def test_op_follows_float64(kv_heads, group, head_dim, page_size):
-    q, pages = make_inputs(kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size)
-    out = attend(op, q, pages)
-    assert error(out, exact_attention(q, pages)) < 5e-6
-    assert (out[~pages.active] == 0).all()
+    require_exact(op, *make_inputs(kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size))
 
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), SIZES)
 def test_triton_in_the_interpreter(kv_heads, group, head_dim, page_size):
-    q, pages = make_inputs(kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size)
-    out = attend(triton_kernel.paged_attention_triton, q, pages)
-    assert error(out, exact_attention(q, pages)) < 5e-6
-    assert (out[~pages.active] == 0).all()
+    inputs = make_inputs(kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size)
+    require_exact(triton_kernel.paged_attention_triton, *inputs)
 
 
 @pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_programs_that_share_the_splits_do_not_show():
-    q, pages = make_inputs([(300, True), (MIN_SPLIT * MAX_SPLITS + 1, True)], kv_heads=1, page_size=64)
-    expected = attend(triton_kernel.paged_attention_triton, q, pages, programs=1)
+    inputs = make_inputs([(300, True), (MIN_SPLIT * MAX_SPLITS, True)], kv_heads=1, page_size=64)
+    expected, _ = attend(triton_kernel.paged_attention_triton, *inputs, programs=1)
     for programs in (2, 3, 16):
-        out = attend(triton_kernel.paged_attention_triton, q, pages, programs=programs)
+        out, _ = attend(triton_kernel.paged_attention_triton, *inputs, programs=programs)
         require_equal(f"out of {programs} programs", out, expected)
 
 
 @pytest.mark.interpreter
 def test_all_padding_in_the_interpreter():
-    q, pages = make_inputs([(None, False), (20, False)])
-    assert (attend(triton_kernel.paged_attention_triton, q, pages) == 0).all()
+    require_padding(triton_kernel.paged_attention_triton)
 
 
 def test_all_padding():
-    q, pages = make_inputs([(None, False), (20, False)])
-    assert (attend(op, q, pages) == 0).all()
+    require_padding(op)
+
+
+def require_padding(run):
+    token, pages = make_inputs([(None, False), (20, False)])
+    out, written = attend(run, token, pages)
+    assert (out == 0).all()
+    for name in ("key_pages", "value_pages"):
+        require_equal(name, getattr(written, name).nan_to_num(7), getattr(pages, name).nan_to_num(7))
 
 
 def test_opcheck():
-    q, pages = make_inputs(ROWS[-3:])
-    scratch = make_scratch(q, pages)
-    tensors = (q, *pages.layer(), torch.zeros_like(q), scratch.partials, scratch.arrived)
-    torch.library.opcheck(torch.ops.moss.paged_attention.default, tuple(x.nan_to_num() for x in tensors))
+    arguments = [x.nan_to_num() if torch.is_tensor(x) else x for x in make_arguments(*make_inputs(ROWS[-3:]))]
+    torch.library.opcheck(torch.ops.moss.paged_attention.default, tuple(arguments))
 
 
 def _wrong(name, error, message, value):
@@ -125,21 +162,18 @@ def _wrong(name, error, message, value):
 @pytest.mark.parametrize(
     ("name", "error", "message", "value"),
     [
-        _wrong("q", TypeError, "float32 or bfloat16, got float16", lambda x: x.half()),
-        _wrong("q", ValueError, r"multiple of H\*D = 32 columns, got 95", lambda x: x[:, 1:].contiguous()),
+        _wrong("qkv", TypeError, "float32 or bfloat16, got float16", lambda x: x.half()),
+        _wrong("qkv", ValueError, r"\(Hq\+2\*H\)\*D = 160, got \(3, 159\)", lambda x: x[:, 1:].contiguous()),
         _wrong("key_pages", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
         _wrong("positions", TypeError, "int32, got int64", lambda x: x.long()),
-        _wrong("out", ValueError, r"Hq\*D = 96", lambda x: x[:, 1:].contiguous()),
+        _wrong("out", ValueError, r"multiple of H\*D = 32 columns, got 95", lambda x: x[:, 1:].contiguous()),
         _wrong("partials", ValueError, r"\[R, H, 16, G, D\+2\]", lambda x: x[:, :, 1:].contiguous()),
         _wrong("partials", ValueError, "at least B = 3 rows, got 2", lambda x: x[:2]),
         _wrong("arrived", TypeError, "int32, got int64", lambda x: x.long()),
     ],
 )
 def test_wrong_argument_is_named(name, error, message, value):
-    q, pages = make_inputs(ROWS[-3:])
-    scratch = make_scratch(q, pages)
-    tensors = (q, *pages.layer(), torch.zeros_like(q), scratch.partials, scratch.arrived)
-    arguments = dict(zip(NAMES, tensors, strict=True))
+    arguments = dict(zip(NAMES, make_arguments(*make_inputs(ROWS[-3:])), strict=True))
     arguments[name] = value(arguments[name])
     if "rows" in message:
         arguments["arrived"] = arguments["arrived"][:2]
@@ -148,9 +182,9 @@ def test_wrong_argument_is_named(name, error, message, value):
 
 
 def test_triton_names_the_sizes_it_takes():
-    q, pages = make_inputs(ROWS[-3:], head_dim=20)
+    inputs = make_inputs(ROWS[-3:], head_dim=20)
     with pytest.raises(NotImplementedError, match="head_dim of 16, 32, 64, 128, got 20"):
-        attend(triton_kernel.paged_attention_triton, q, pages)
+        attend(triton_kernel.paged_attention_triton, *inputs)
 
 
 FULL = {"kv_heads": 8, "group": 4, "head_dim": 128, "page_size": 64}
@@ -160,32 +194,43 @@ FULL = {"kv_heads": 8, "group": 4, "head_dim": 128, "page_size": 64}
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), [*SIZES, (8, 4, 128, 64)])
 def test_triton_on_the_gpu(kv_heads, group, head_dim, page_size):
     sizes = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
-    q, pages = make_inputs(**sizes, device="cuda")
-    out = attend(triton_kernel.paged_attention_triton, q, pages)
-    assert error(out, exact_attention(q, pages)) < 5e-6
-    assert (out[~pages.active] == 0).all()
+    require_exact(triton_kernel.paged_attention_triton, *make_inputs(**sizes, device="cuda"))
 
 
 @pytest.mark.gpu
-def test_bf16_errs_at_most_twice_as_much_as_the_reference():
-    for keys in KEYS:
-        q, pages = make_inputs([(keys, True)], **FULL, dtype=torch.bfloat16, device="cuda")
-        exact = exact_attention(q, pages)
-        rounding = error(attend(lambda *tensors: paged_attention_reference(*tensors[:-2]), q, pages), exact)
-        # The weights are rounded as well, as any tensor core attention rounds them.
-        assert error(attend(triton_kernel.paged_attention_triton, q, pages), exact) <= 2 * rounding + 2**-9, keys
+@pytest.mark.parametrize("stored", STORED)
+def test_bf16_errs_at_most_twice_as_much_as_the_reference(stored):
+    token, pages = make_inputs([(stored, True)], **FULL, dtype=torch.bfloat16, device="cuda")
+    wide = [x.double() if torch.is_tensor(x) else x for x in token]
+    wide_pages = dataclasses.replace(pages, key_pages=pages.key_pages.double(), value_pages=pages.value_pages.double())
+    exact, _ = exact_attention(wide, wide_pages)
+    reference, _ = attend(lambda *arguments: paged_attention_reference(*arguments[:-2]), token, pages)
+    out, _ = attend(triton_kernel.paged_attention_triton, token, pages)
+    # The weights are rounded as well, as any tensor core attention rounds them.
+    assert error(out, exact) <= 2 * error(reference, exact) + 2**-9
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_do_not_depend_on_the_batch(dtype):
-    rows = [(1 + 37 * n % 3000, True) for n in range(128)]
-    q, pages = make_inputs(rows, **FULL, dtype=dtype, device="cuda")
-    together = attend(triton_kernel.paged_attention_triton, q, pages)
+    token, pages = make_inputs([(37 * n % 3000, True) for n in range(128)], **FULL, dtype=dtype, device="cuda")
+    together, written = attend(triton_kernel.paged_attention_triton, token, pages)
     for batch in (1, 2, 3, 7, 16, 33, 64, 128):
         index = torch.randperm(128)[:batch].tolist()
-        out = attend(triton_kernel.paged_attention_triton, q[index], pages.take(index))
+        part = (token[0][index], *token[1:])
+        out, part_written = attend(triton_kernel.paged_attention_triton, part, pages.take(index))
         require_equal(f"out of {batch} rows", out, together[index])
+    for name in ("key_pages", "value_pages"):
+        require_equal(name, getattr(part_written, name).nan_to_num(), getattr(written, name).nan_to_num())
+
+
+@pytest.mark.gpu
+def test_stores_what_kv_append_stores():
+    token, pages = make_inputs([(37 * n % 3000, True) for n in range(64)], **FULL, dtype=torch.bfloat16, device="cuda")
+    _, written = attend(triton_kernel.paged_attention_triton, token, pages)
+    kv_append(*token, *pages.layer(), torch.empty(64, 32 * 128, dtype=torch.bfloat16, device="cuda"))
+    for name in ("key_pages", "value_pages"):
+        require_equal(name, getattr(written, name).nan_to_num(), getattr(pages, name).nan_to_num())
 
 
 @pytest.mark.gpu
@@ -193,13 +238,14 @@ def test_rows_do_not_depend_on_the_batch(dtype):
 def test_replays_equal_eager(dependent, monkeypatch):
     """The programs of a row arrive in any order, many times over, with one scratch."""
     monkeypatch.setattr(_launch, "enabled", dependent)
-    q, pages = make_inputs([(1 + 61 * n % 2500, True) for n in range(64)], **FULL, dtype=torch.bfloat16, device="cuda")
-    expected = attend(triton_kernel.paged_attention_triton, q, pages)
-    scratch, outs = make_scratch(q, pages), [torch.empty_like(q) for _ in range(4)]
+    rows = [(61 * n % 2500, True) for n in range(64)]
+    token, pages = make_inputs(rows, **FULL, dtype=torch.bfloat16, device="cuda")
+    expected, _ = attend(triton_kernel.paged_attention_triton, token, pages)
+    scratch, outs = make_scratch(token, pages), [torch.empty_like(expected) for _ in range(4)]
 
     def chain():
         for out in outs:
-            paged_attention(q, *pages.layer(), out, scratch)
+            paged_attention(*token, *pages.layer(), out, scratch)
 
     chain()
     graph = torch.cuda.CUDAGraph()

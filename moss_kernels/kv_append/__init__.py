@@ -6,44 +6,58 @@ from moss_kernels import _checks, _library
 
 from .reference import kv_append_reference, rotate_half_split
 
-__all__ = ["check_pages", "kv_append", "kv_append_reference", "rotate_half_split"]
+__all__ = ["check_token", "kv_append", "kv_append_reference", "rotate_half_split"]
 
 _OP = "kv_append"
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def check_pages(
+def check_token(
     op: str,
-    first: tuple[str, torch.Tensor],
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos_sin: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_table: torch.Tensor,
     positions: torch.Tensor,
     row_map: torch.Tensor,
     active: torch.Tensor,
+    out: tuple[str, torch.Tensor],
 ) -> dict[str, int]:
     """Check the arguments that `kv_append` and `paged_attention` share; returns the sizes by name.
 
     Args:
         op: for the messages.
-        first: name and value of the op's first argument, [B, ...], whose dtype and device the others have.
-        key_pages, value_pages, page_table, positions, row_map, active: as in `kv_append`.
+        out: name and value of the op's output [B, Hq*D].
+        The others: as in `kv_append`.
     """
-    (name, tensor), sizes = first, {}
-    _checks.require_dtype(op, name, tensor, *_DTYPES)
-    _checks.require_contiguous(op, name, tensor)
-    for name, argument, layout, dtype in (
-        ("key_pages", key_pages, "[P+1, H, Z, D]", tensor.dtype),
-        ("value_pages", value_pages, "[P+1, H, Z, D]", tensor.dtype),
-        ("page_table", page_table, "[S+1, N]", torch.int32),
-        ("positions", positions, "[S+1]", torch.int32),
-        ("row_map", row_map, "[B]", torch.int32),
-        ("active", active, "[B]", torch.bool),
-    ):
-        _checks.require_shape(op, name, argument, layout, sizes)
-        _checks.require_dtype(op, name, argument, dtype)
-        _checks.require_device(op, name, argument, tensor.device)
-        _checks.require_contiguous(op, name, argument)
+    sizes: dict[str, int] = {}
+
+    def check(name: str, tensor: torch.Tensor, layout: str, dtype: torch.dtype) -> None:
+        _checks.require_shape(op, name, tensor, layout, sizes)
+        _checks.require_dtype(op, name, tensor, dtype)
+        _checks.require_device(op, name, tensor, qkv.device)
+        _checks.require_contiguous(op, name, tensor)
+
+    _checks.require_dtype(op, "qkv", qkv, torch.float32, torch.bfloat16)
+    check("key_pages", key_pages, "[P+1, H, Z, D]", qkv.dtype)
+    check("value_pages", value_pages, "[P+1, H, Z, D]", qkv.dtype)
+    if sizes["D"] % 2:
+        raise ValueError(f"`{op}`: `key_pages` must have an even head_dim, got {sizes['D']}")
+    check("page_table", page_table, "[S+1, N]", torch.int32)
+    check("positions", positions, "[S+1]", torch.int32)
+    check("row_map", row_map, "[B]", torch.int32)
+    check("active", active, "[B]", torch.bool)
+    check(*out, "[B, Hq*D]", qkv.dtype)
+    group_width = sizes["H"] * sizes["D"]
+    if sizes["Hq*D"] == 0 or sizes["Hq*D"] % group_width:
+        raise ValueError(f"`{op}`: `{out[0]}` must have a multiple of H*D = {group_width} columns, got {sizes['Hq*D']}")
+    sizes["(Hq+2*H)*D"] = sizes["Hq*D"] + 2 * group_width
+    check("qkv", qkv, "[B, (Hq+2*H)*D]", qkv.dtype)
+    check("q_norm", q_norm, "[D]", qkv.dtype)
+    check("k_norm", k_norm, "[D]", qkv.dtype)
+    check("cos_sin", cos_sin, "[L, D]", qkv.dtype)
     return sizes
 
 
@@ -62,25 +76,7 @@ def _check(
     q_out: torch.Tensor,
 ) -> None:
     pages = (key_pages, value_pages, page_table, positions, row_map, active)
-    sizes = check_pages(_OP, ("qkv", qkv), *pages)
-    if sizes["D"] % 2:
-        raise ValueError(f"`{_OP}`: `key_pages` must have an even head_dim, got {sizes['D']}")
-
-    def check(name: str, tensor: torch.Tensor, layout: str) -> None:
-        _checks.require_shape(_OP, name, tensor, layout, sizes)
-        _checks.require_dtype(_OP, name, tensor, qkv.dtype)
-        _checks.require_device(_OP, name, tensor, qkv.device)
-        _checks.require_contiguous(_OP, name, tensor)
-
-    check("q_out", q_out, "[B, Hq*D]")
-    group_width = sizes["H"] * sizes["D"]
-    if sizes["Hq*D"] == 0 or sizes["Hq*D"] % group_width:
-        raise ValueError(f"`{_OP}`: `q_out` must have a multiple of H*D = {group_width} columns, got {q_out.shape[1]}")
-    sizes["(Hq+2*H)*D"] = sizes["Hq*D"] + 2 * group_width
-    check("qkv", qkv, "[B, (Hq+2*H)*D]")
-    check("q_norm", q_norm, "[D]")
-    check("k_norm", k_norm, "[D]")
-    check("cos_sin", cos_sin, "[L, D]")
+    check_token(_OP, qkv, q_norm, k_norm, cos_sin, *pages, ("q_out", q_out))
 
 
 def _run_cpu(*arguments: object) -> None:

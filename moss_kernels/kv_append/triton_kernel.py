@@ -47,19 +47,54 @@ def kv_append_kernel(
     # Heads of the tile: the group's queries, then the key; the other half of each head is a tile of its own.
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
-    is_query = head < GROUP
-    pair_inside = pair < HALF
-    inside = (head <= GROUP) & pair_inside & active
-    column = tl.where(is_query, kv_head * GROUP + head, KV_HEADS * GROUP + kv_head) * HEAD_DIM + pair
+    inside = (head <= GROUP) & (pair < HALF) & active
     qkv_ptr += batch_row * (KV_HEADS * (GROUP + 2) * HEAD_DIM)
-    low = tl.load(qkv_ptr + column, mask=inside, other=0.0)
-    high = tl.load(qkv_ptr + column + HALF, mask=inside, other=0.0)
+    cos_sin_ptr += position.to(tl.int64) * HEAD_DIM
+    norms = (q_norm_ptr, k_norm_ptr, eps)
+    low, high = rotated_heads(qkv_ptr, norms, cos_sin_ptr, kv_head, head, pair, inside, KV_HEADS, GROUP, HEAD_DIM)
     dim = tl.arange(0, 2 * BLOCK_HALF)
     value_column = (KV_HEADS * (GROUP + 1) + kv_head) * HEAD_DIM + dim
     value = tl.load(qkv_ptr + value_column, mask=(dim < HEAD_DIM) & active, other=0.0)
-    cos = tl.load(cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + pair, mask=pair_inside, other=0.0).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + HALF + pair, mask=pair_inside, other=0.0)
-    sin = sin.to(tl.float32)
+
+    q_ptrs = q_out_ptr + batch_row * (KV_HEADS * GROUP * HEAD_DIM) + (kv_head * GROUP + head) * HEAD_DIM + pair
+    is_query = inside & (head < GROUP)
+    tl.store(q_ptrs, low, mask=is_query)
+    tl.store(q_ptrs + HALF, high, mask=is_query)
+    place = ((page * KV_HEADS + kv_head) * PAGE_SIZE + position % PAGE_SIZE) * HEAD_DIM
+    key_ptrs = key_ptr + place + pair + tl.zeros_like(head)
+    is_key = inside & (head == GROUP)
+    tl.store(key_ptrs, low, mask=is_key)
+    tl.store(key_ptrs + HALF, high, mask=is_key)
+    tl.store(value_ptr + place + dim, value, mask=(dim < HEAD_DIM) & active)
+
+
+@triton.jit
+def rotated_heads(
+    qkv_ptr,
+    norms,
+    cos_sin_ptr,
+    kv_head,
+    head,
+    pair,
+    inside,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Both halves [heads, pairs] of the normalised and rotated queries of a key head, and of its key (head GROUP).
+
+    `qkv_ptr` and `cos_sin_ptr` are those of the row and its position, `norms` the weights of both norms and eps; `head`
+    is [heads, 1] and `pair` [1, pairs].
+    """
+    q_norm_ptr, k_norm_ptr, eps = norms
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_query = head < GROUP
+    pair_inside = pair < HALF
+    column = tl.where(is_query, kv_head * GROUP + head, KV_HEADS * GROUP + kv_head) * HEAD_DIM + pair
+    low = tl.load(qkv_ptr + column, mask=inside, other=0.0)
+    high = tl.load(qkv_ptr + column + HALF, mask=inside, other=0.0)
+    cos = tl.load(cos_sin_ptr + pair, mask=pair_inside, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + HALF + pair, mask=pair_inside, other=0.0).to(tl.float32)
     norm_low = _norm_weight(q_norm_ptr, k_norm_ptr, pair, is_query, pair_inside)
     norm_high = _norm_weight(q_norm_ptr + HALF, k_norm_ptr + HALF, pair, is_query, pair_inside)
 
@@ -69,18 +104,9 @@ def kv_append_kernel(
     # Rounded where the eager norm rounds.
     wide_low = ((wide_low * scale).to(low.dtype).to(tl.float32) * norm_low).to(low.dtype).to(tl.float32)
     wide_high = ((wide_high * scale).to(low.dtype).to(tl.float32) * norm_high).to(low.dtype).to(tl.float32)
-    low = (wide_low * cos - wide_high * sin).to(low.dtype)
-    high = (wide_high * cos + wide_low * sin).to(low.dtype)
-
-    q_ptrs = q_out_ptr + batch_row * (KV_HEADS * GROUP * HEAD_DIM) + (kv_head * GROUP + head) * HEAD_DIM + pair
-    tl.store(q_ptrs, low, mask=inside & is_query)
-    tl.store(q_ptrs + HALF, high, mask=inside & is_query)
-    place = ((page * KV_HEADS + kv_head) * PAGE_SIZE + position % PAGE_SIZE) * HEAD_DIM
-    key_ptrs = key_ptr + place + pair + tl.zeros_like(head)
-    is_key = inside & (head == GROUP)
-    tl.store(key_ptrs, low, mask=is_key)
-    tl.store(key_ptrs + HALF, high, mask=is_key)
-    tl.store(value_ptr + place + dim, value, mask=(dim < HEAD_DIM) & active)
+    rotated_low = (wide_low * cos - wide_high * sin).to(low.dtype)
+    rotated_high = (wide_high * cos + wide_low * sin).to(low.dtype)
+    return rotated_low, rotated_high
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""`paged_attention`: attention of one new token per row over the keys and values of its pages."""
+"""`paged_attention`: a new token per row joins the paged cache and attends over all tokens of its row."""
 
 import dataclasses
 
 import torch
 
 from moss_kernels import _checks, _library
-from moss_kernels.kv_append import check_pages
+from moss_kernels.kv_append import check_token
 
 from .reference import MAX_SPLITS, paged_attention_reference
 
@@ -40,7 +40,11 @@ class AttentionScratch:
 
 
 def _check(
-    q: torch.Tensor,
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_table: torch.Tensor,
@@ -51,22 +55,17 @@ def _check(
     partials: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
-    sizes = check_pages(_OP, ("q", q), key_pages, value_pages, page_table, positions, row_map, active)
-
-    def check(name: str, tensor: torch.Tensor, layout: str, dtype: torch.dtype) -> None:
+    pages = (key_pages, value_pages, page_table, positions, row_map, active)
+    sizes = check_token(_OP, qkv, q_norm, k_norm, cos_sin, *pages, ("out", out))
+    sizes |= {"G": sizes["Hq*D"] // (sizes["H"] * sizes["D"]), "D+2": sizes["D"] + 2}
+    for name, tensor, layout, dtype in (
+        ("partials", partials, f"[R, H, {MAX_SPLITS}, G, D+2]", torch.float32),
+        ("arrived", arrived, "[R, H]", torch.int32),
+    ):
         _checks.require_shape(_OP, name, tensor, layout, sizes)
         _checks.require_dtype(_OP, name, tensor, dtype)
-        _checks.require_device(_OP, name, tensor, q.device)
+        _checks.require_device(_OP, name, tensor, qkv.device)
         _checks.require_contiguous(_OP, name, tensor)
-
-    check("q", q, "[B, Hq*D]", q.dtype)
-    group_width = sizes["H"] * sizes["D"]
-    if sizes["Hq*D"] == 0 or sizes["Hq*D"] % group_width:
-        raise ValueError(f"`{_OP}`: `q` must have a multiple of H*D = {group_width} columns, got {q.shape[1]}")
-    sizes |= {"G": sizes["Hq*D"] // group_width, "D+2": sizes["D"] + 2}
-    check("out", out, "[B, Hq*D]", q.dtype)
-    check("partials", partials, f"[R, H, {MAX_SPLITS}, G, D+2]", torch.float32)
-    check("arrived", arrived, "[R, H]", torch.int32)
     if sizes["R"] < sizes["B"]:
         raise ValueError(f"`{_OP}`: `partials` must have at least B = {sizes['B']} rows, got {sizes['R']}")
 
@@ -90,8 +89,9 @@ def _run_cuda(*arguments: object) -> None:
 
 
 _library.OPS.define(
-    "paged_attention(Tensor q, Tensor key_pages, Tensor value_pages, Tensor page_table, Tensor positions, "
-    "Tensor row_map, Tensor active, Tensor(a!) out, Tensor(b!) partials, Tensor(c!) arrived) -> ()"
+    "paged_attention(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos_sin, Tensor(a!) key_pages, "
+    "Tensor(b!) value_pages, Tensor page_table, Tensor positions, Tensor row_map, Tensor active, Tensor(c!) out, "
+    "Tensor(d!) partials, Tensor(e!) arrived) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -99,7 +99,11 @@ torch.library.register_fake("moss::paged_attention", _check, lib=_library.OPS)
 
 
 def paged_attention(
-    q: torch.Tensor,
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_table: torch.Tensor,
@@ -109,7 +113,7 @@ def paged_attention(
     out: torch.Tensor,
     scratch: AttentionScratch,
 ) -> None:
-    """Attention of one query token per row over the keys 0 .. positions[row_map[b]] of its pool row.
+    """`kv_append`, and the attention of each row's new token over itself and the tokens before it.
 
     Query head h reads key head h // G. Scores, softmax and the weighted sum accumulate in float32. Long rows are split
     along the keys and the parts are put together in order; the split depends on the row's length alone, so a row's
@@ -117,9 +121,9 @@ def paged_attention(
     an inactive row's inputs may hold anything, NaN included.
 
     Args:
-        q: [B, Hq*D] float32 or bfloat16. Normalised and rotated queries, as `kv_append` gives them.
-        key_pages, value_pages, page_table, positions, row_map, active: as in `kv_append`, whose new token is stored.
-        out: [B, Hq*D], the dtype of `q`, written; 0 in inactive rows.
+        qkv, q_norm, k_norm, eps, cos_sin, key_pages, value_pages, page_table, positions, row_map, active: as in
+            `kv_append`. The new token is stored, and counts as key number positions[row_map[b]].
+        out: [B, Hq*D], the dtype of `qkv`, written; 0 in inactive rows.
         scratch: for at least B rows.
 
     Raises:
@@ -131,4 +135,5 @@ def paged_attention(
     Graph-safe: yes, on one stream per scratch.
     """
     pages = (key_pages, value_pages, page_table, positions, row_map, active)
-    torch.ops.moss.paged_attention(q, *pages, out, scratch.partials, scratch.arrived)
+    scratch_tensors = (scratch.partials, scratch.arrived)
+    torch.ops.moss.paged_attention(qkv, q_norm, k_norm, eps, cos_sin, *pages, out, *scratch_tensors)

@@ -1,5 +1,6 @@
 """`paged_attention` in Triton: programs share the splits of a (row, key head), the last one puts them together.
 
+Each of them normalises and rotates the queries; the one with the last split does the new key as well, and stores it.
 How many programs share them is free: a split's partial result and the order of the sum do not depend on who computes.
 """
 
@@ -9,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moss_kernels._launch import dependent_launch
+from moss_kernels.kv_append.triton_kernel import rotated_heads
 
 from .reference import MAX_SPLITS, MIN_SPLIT
 
@@ -16,6 +18,8 @@ HEAD_DIMS = (16, 32, 64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
 WARPS = 4
 STAGES = 3
+# Three programs on a multiprocessor.
+REGISTERS = 168
 # Programs that keep all multiprocessors busy; more only end early.
 ENOUGH_PROGRAMS = 1024
 
@@ -27,7 +31,11 @@ _DOUBLINGS = tl.constexpr(20)
 
 @triton.jit
 def paged_attention_kernel(
-    q_ptr,
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    cos_sin_ptr,
     key_ptr,
     value_ptr,
     page_table_ptr,
@@ -57,22 +65,30 @@ def paged_attention_kernel(
         gdc_wait()
     row = tl.load(row_map_ptr + batch_row).to(tl.int64)
     active = tl.load(active_ptr + batch_row) != 0
-    keys = tl.where(active, tl.load(positions_ptr + row) + 1, 0)
+    # The new token's key is not read back from its page.
+    stored = tl.load(positions_ptr + row)
     split = tl.full((), MIN_SPLIT, tl.int32)
     for _ in tl.static_range(_DOUBLINGS):
-        split = tl.where((keys - 1) // MAX_SPLITS >= split, split * 2, split)
-    splits = tl.cdiv(keys, split)
+        split = tl.where(stored // MAX_SPLITS >= split, split * 2, split)
+    splits = tl.where(active, stored // split + 1, 0)
 
     dim = tl.arange(0, HEAD_DIM)
     member = tl.arange(0, BLOCK_GROUP)
     is_member = (member < GROUP)[:, None]
     query = (batch_row * KV_HEADS + kv_head) * GROUP
-    q_places = (query + member)[:, None] * HEAD_DIM + dim[None, :]
+    out_ptrs = out_ptr + (query + member)[:, None] * HEAD_DIM + dim[None, :]
     if splits == 0:
         if first_split == 0:
-            tl.store(out_ptr + q_places, tl.zeros((BLOCK_GROUP, HEAD_DIM), out_ptr.dtype.element_ty), mask=is_member)
+            tl.store(out_ptrs, tl.zeros((BLOCK_GROUP, HEAD_DIM), out_ptr.dtype.element_ty), mask=is_member)
     elif first_split < splits:
-        q = tl.load(q_ptr + q_places, mask=is_member, other=0.0)
+        # Queries of the group, then the new key.
+        head, pair = member[:, None], tl.arange(0, HEAD_DIM // 2)[None, :]
+        qkv_ptr += batch_row * (KV_HEADS * (GROUP + 2) * HEAD_DIM)
+        cos_sin_ptr += stored.to(tl.int64) * HEAD_DIM
+        norms = (q_norm_ptr, k_norm_ptr, eps)
+        inside = (head <= GROUP) & (pair >= 0)
+        low, high = rotated_heads(qkv_ptr, norms, cos_sin_ptr, kv_head, head, pair, inside, KV_HEADS, GROUP, HEAD_DIM)
+        q = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_GROUP, HEAD_DIM))
         partials_ptr += query * MAX_SPLITS * (HEAD_DIM + 2)
         page_table_ptr += row * table_pages
         tile = kv_head * PAGE_SIZE * HEAD_DIM + tl.arange(0, PAGE_SIZE)[:, None] * HEAD_DIM + dim[None, :]
@@ -80,15 +96,28 @@ def paged_attention_kernel(
             result = tl.zeros((BLOCK_GROUP, HEAD_DIM), tl.float32)
             total = tl.zeros((BLOCK_GROUP,), tl.float32)
             highest = tl.full((BLOCK_GROUP,), _LOWEST, tl.float32)
-            end = tl.minimum((index + 1) * split, keys)
-            # Read one step ahead: a load whose address is another load would shorten the pipeline.
             page = tl.load(page_table_ptr + index * split // PAGE_SIZE)
+            if index == splits - 1:
+                own_page = tl.load(page_table_ptr + stored // PAGE_SIZE).to(tl.int64)
+                place = ((own_page * KV_HEADS + kv_head) * PAGE_SIZE + stored % PAGE_SIZE) * HEAD_DIM
+                new_value = tl.load(qkv_ptr + (KV_HEADS * (GROUP + 1) + kv_head) * HEAD_DIM + dim)
+                tl.store(value_ptr + place + dim, new_value)
+                key_ptrs = key_ptr + place + pair + tl.zeros_like(head)
+                is_key = (head == GROUP) & (pair >= 0)
+                tl.store(key_ptrs, low, mask=is_key)
+                tl.store(key_ptrs + HEAD_DIM // 2, high, mask=is_key)
+                highest = _scores_of_last(low, is_key) + _scores_of_last(high, is_key)
+                highest *= scale
+                total += 1.0
+                result += new_value.to(tl.float32)[None, :]
+            end = tl.minimum((index + 1) * split, stored)
             for start in tl.range(index * split, end, PAGE_SIZE, num_stages=STAGES):
-                place = page.to(tl.int64) * (KV_HEADS * PAGE_SIZE * HEAD_DIM)
+                base = page.to(tl.int64) * (KV_HEADS * PAGE_SIZE * HEAD_DIM)
+                # Read one step ahead: a load whose address is another load would shorten the pipeline.
                 page = tl.load(page_table_ptr + start // PAGE_SIZE + 1, mask=start + PAGE_SIZE < end, other=0)
-                visible = start + tl.arange(0, PAGE_SIZE) < keys
-                k = tl.load(key_ptr + place + tile, mask=visible[:, None], other=0.0)
-                v = tl.load(value_ptr + place + tile, mask=visible[:, None], other=0.0)
+                visible = start + tl.arange(0, PAGE_SIZE) < stored
+                k = tl.load(key_ptr + base + tile, mask=visible[:, None], other=0.0)
+                v = tl.load(value_ptr + base + tile, mask=visible[:, None], other=0.0)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                 scores = tl.where(visible[None, :], scores, float("-inf"))
                 new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -99,7 +128,7 @@ def paged_attention_kernel(
                 highest = new_highest
             if splits == 1:
                 result = result / total[:, None]
-                tl.store(out_ptr + q_places, result.to(out_ptr.dtype.element_ty), mask=is_member)
+                tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_member)
             else:
                 part = (index * GROUP + member) * (HEAD_DIM + 2)
                 tl.store(partials_ptr + part[:, None] + dim[None, :], result, mask=is_member)
@@ -113,6 +142,12 @@ def paged_attention_kernel(
             if arrived == tl.minimum(splits, programs) - 1:
                 tl.store(arrived_ptr, 0)
                 _put_together(partials_ptr, out_ptr + query * HEAD_DIM, splits, GROUP, HEAD_DIM, MAX_SPLITS)
+
+
+@triton.jit
+def _scores_of_last(half, is_key):
+    half = half.to(tl.float32)
+    return tl.sum(half * tl.sum(tl.where(is_key, half, 0.0), 0)[None, :], 1)
 
 
 @triton.jit
@@ -138,7 +173,11 @@ def programs_per_head(batch: int, kv_heads: int) -> int:
 
 
 def paged_attention_triton(
-    q: torch.Tensor,
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_table: torch.Tensor,
@@ -158,7 +197,7 @@ def paged_attention_triton(
 
     The keyword arguments are for measurements; `min_split` alone changes the result, in its last bits.
     """
-    batch = q.shape[0]
+    batch = qkv.shape[0]
     kv_heads, page_size, head_dim = key_pages.shape[1:]
     for name, size, supported in (("head_dim", head_dim, HEAD_DIMS), ("page size", page_size, PAGE_SIZES)):
         if size not in supported:
@@ -167,10 +206,14 @@ def paged_attention_triton(
             )
     if batch == 0:
         return
-    group = q.shape[1] // (kv_heads * head_dim)
-    dependent = dependent_launch(q.device)
+    group = out.shape[1] // (kv_heads * head_dim)
+    dependent = dependent_launch(qkv.device)
     paged_attention_kernel[(kv_heads, batch, programs or programs_per_head(batch, kv_heads))](
-        q,
+        qkv,
+        q_norm,
+        k_norm,
+        eps,
+        cos_sin,
         key_pages,
         value_pages,
         page_table,
@@ -188,10 +231,11 @@ def paged_attention_triton(
         PAGE_SIZE=page_size,
         MIN_SPLIT=max(min_split, page_size),
         MAX_SPLITS=MAX_SPLITS,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group + 1)),
         STAGES=stages,
         DEPENDENT=dependent,
         num_warps=warps,
+        maxnreg=REGISTERS,
         launch_pdl=dependent,
     )
 
@@ -200,11 +244,14 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
     """What to compile ahead of a launch: (kernel, signature, constexprs, options) of each variant in use."""
     specs = []
     for dtype in ("bf16", "fp32"):
-        signature = {f"{name}_ptr": f"*{dtype}" for name in ("q", "key", "value", "out")}
+        tensors = ("qkv", "q_norm", "k_norm", "cos_sin", "key", "value", "out")
+        signature = {f"{name}_ptr": f"*{dtype}" for name in tensors}
         signature |= {f"{name}_ptr": "*i32" for name in ("page_table", "positions", "row_map", "arrived")}
-        signature |= {"active_ptr": "*i1", "partials_ptr": "*fp32", "scale": "fp32", "table_pages": "i32"}
+        signature |= {"active_ptr": "*i1", "partials_ptr": "*fp32"}
+        signature |= {"scale": "fp32", "eps": "fp32", "table_pages": "i32"}
         constexprs = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "MIN_SPLIT": MIN_SPLIT}
         constexprs |= {"MAX_SPLITS": MAX_SPLITS, "BLOCK_GROUP": 16, "STAGES": STAGES, "DEPENDENT": True}
         signature = {name: signature.get(name, "constexpr") for name in paged_attention_kernel.arg_names}
-        specs.append((paged_attention_kernel, signature, constexprs, {"num_warps": WARPS, "launch_pdl": True}))
+        options = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_pdl": True}
+        specs.append((paged_attention_kernel, signature, constexprs, options))
     return specs

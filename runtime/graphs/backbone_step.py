@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from moss_kernels.backbone_linear import backbone_linear, interleave, split_count
-from moss_kernels.kv_append import kv_append
 from moss_kernels.paged_attention import AttentionScratch, paged_attention
 from moss_kernels.rms_norm import rms_norm
 from moss_runtime.model.backbone import Backbone, Layer, rope_tables
@@ -79,7 +78,7 @@ class StepBuffers:
         x: [max_batch, H]. Residual stream.
         normed: [max_batch, H]. Input of a linear, in the end the hidden state.
         qkv: [max_batch, (Hq + 2*Hkv) * D].
-        q, attended: [max_batch, Hq*D].
+        attended: [max_batch, Hq*D].
         inner: [max_batch, F].
         partials: float32. What the linears into the residual stream leave to be summed.
         attention: scratch of the attention.
@@ -93,7 +92,7 @@ class StepBuffers:
 
         self.x, self.normed = rows(config.hidden_size), rows(config.hidden_size)
         self.qkv = rows(len(layer.qkv))
-        self.q, self.attended = rows(layer.o.shape[1]), rows(layer.o.shape[1])
+        self.attended = rows(layer.o.shape[1])
         self.inner = rows(layer.down.shape[1])
         splits = max(split_count(*layer.o.shape), split_count(*layer.down.shape))
         self.partials = torch.zeros(splits * self.x.numel(), device=weight.device)
@@ -160,15 +159,14 @@ class BackboneStep:
         if batch > self.max_batch:
             raise ValueError(f"`embeds` must have at most {self.max_batch} rows, got {batch}")
         x, normed = buffers.x[:batch], buffers.normed[:batch]
-        qkv, q, attended, inner = (getattr(buffers, name)[:batch] for name in ("qkv", "q", "attended", "inner"))
+        qkv, attended, inner = buffers.qkv[:batch], buffers.attended[:batch], buffers.inner[:batch]
         x.copy_(embeds)
         rms_norm(x, None, self.layers[0].input_norm, eps, normed)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.backbone.norm.weight.detach()]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             rows = (kv.key_pages[index], kv.value_pages[index], kv.page_table, positions, row_map, active)
             backbone_linear(normed, layer.qkv, qkv)
-            kv_append(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, *rows, q)
-            paged_attention(q, *rows, attended, buffers.attention)
+            paged_attention(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, *rows, attended, buffers.attention)
             rms_norm(x, self._partials(attended, layer.o), layer.mlp_norm, eps, normed)
             backbone_linear(normed, layer.gate_up, inner, gate_up=True)
             rms_norm(x, self._partials(inner, layer.down), next_norm, eps, normed)
