@@ -55,8 +55,8 @@ class Prefill:
 
     Attributes:
         graphs: one for each (prompts, length bucket, 0); later pieces of long prompts run eagerly.
-        flat: (prompts, length) whose products over all prompts at once are known to give the bits of one product for
-            each prompt. Others run prompt by prompt if `batch_invariant`.
+        flat: (prompts, length, N, K) of products that over all prompts at once are known to give the bits of a product
+            for each prompt. Others run prompt by prompt if `batch_invariant`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Prefill:
         self.lengths, self.rows = sorted(lengths), sorted(rows)
         self.max_tokens = max(max_tokens, self.lengths[-1])
         self.batch_invariant = batch_invariant
-        self.flat: set[tuple[int, int]] = set()
+        self.flat: set[tuple[int, ...]] = set()
         shapes = [(b, length, 0) for b in self.rows for length in self.lengths if b * length <= self.max_tokens]
         columns = 1 + model.config.n_vq
         size = max(b * (2 + (length + 1) * columns) for b, length, _ in shapes)
@@ -181,29 +181,25 @@ class Prefill:
 
     def _linear(self, x: Tensor, weight: Tensor, cache: "PagedContext", residual: Tensor | None = None) -> Tensor:
         """x @ weight.T, added to the residual in place if there is one; prompt by prompt where that changes bits."""
-        rows, length = cache.rows, cache.length
-        at_once = rows == 1 or not self.batch_invariant or (rows, length) in self.flat
-        return _product(x, weight, residual, 1 if at_once else rows)
+        known = (cache.rows, cache.length, *weight.shape) in self.flat
+        return _product(x, weight, residual, 1 if known or not self.batch_invariant else cache.rows)
 
     def compare_products(self) -> None:
-        """Fill `flat`: the linears of the first layer, on random inputs, at once and by prompt."""
+        """Fill `flat`: each linear of the first layer, on random inputs, over all prompts at once and by prompt."""
         layer = self._step.layers[0]
         generator = torch.Generator(self.model.device).manual_seed(0)
         for rows, length, _ in sorted(self.graphs.shapes):
-            equal = True
-            for weight, residual in (
-                (layer.qkv, False),
-                (layer.o, True),
-                (layer.gate_up, False),
-                (layer.down, True),
-            ):
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down) if rows > 1 else ():
                 like = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
                 x = torch.randn(rows * length, weight.shape[1], **like)
-                stream = torch.randn(rows * length, weight.shape[0], **like) if residual else None
-                whole, parts = (_product(x, weight, None if stream is None else stream.clone(), n) for n in (1, rows))
-                equal = equal and torch.equal(whole, parts)
-            if equal:
-                self.flat.add((rows, length))
+                residual = None
+                if weight is layer.o or weight is layer.down:
+                    residual = torch.randn(rows * length, weight.shape[0], **like)
+                at_once, by_prompt = (
+                    _product(x, weight, None if residual is None else residual.clone(), parts) for parts in (1, rows)
+                )
+                if torch.equal(at_once, by_prompt):
+                    self.flat.add((rows, length, *weight.shape))
 
 
 def _product(x: Tensor, weight: Tensor, residual: Tensor | None, parts: int) -> Tensor:

@@ -13,7 +13,7 @@ from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
 from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
-from moss_runtime.graphs.prefill import MAX_TOKENS, Prefill, cut
+from moss_runtime.graphs.prefill import MAX_TOKENS, ROWS, Prefill, cut
 from moss_runtime.graphs.requests import Flight, FrameDelta, Request
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
@@ -104,6 +104,7 @@ class Runtime:
             step,
             self.pool,
             self.kv,
+            rows=[count for count in ROWS if count <= largest],
             max_tokens=prefill_tokens,
             batch_invariant=batch_invariant,
             **graph_options,
@@ -129,10 +130,15 @@ class Runtime:
         return any(not request.ended for request in self._requests.values())
 
     @torch.no_grad()
-    def warm_up(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Compile, load and capture everything, before the first request. Calls `progress` once for each graph."""
+    def warm_up(self, progress: Callable[[], None] = lambda: None, *, prefill: bool = True) -> None:
+        """Compile, load and capture everything, before the first request.
+
+        Args:
+            progress: called once for each graph.
+            prefill: False leaves prefill without graphs: it starts sooner and serves each prompt a little later.
+        """
         with annotate(Range.WARM_UP):
-            for part in (self.frame, self.prefill):
+            for part in (self.frame, self.prefill) if prefill else (self.frame,):
                 with torch.cuda.stream(part.graphs.stream):
                     part.warm_up(progress)
             if self.feed is not None:

@@ -1,0 +1,147 @@
+"""The frame graph's eager work on a CPU: batches reordered, shrunk, padded and paused; several frames in one launch."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from moss_kernels import SamplingParams
+from moss_runtime.graphs.backbone_step import BackboneStep
+from moss_runtime.graphs.capture import bucket_for
+from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
+from moss_runtime.model import MossTTS
+from moss_runtime.observe import FallbackReason
+from moss_runtime.state.decode_pool import DecodePool
+from moss_runtime.state.kv_cache import PagedKV
+
+GOLDEN = Path(__file__).parent / "golden"
+ROWS, FRAMES, BUCKETS = 5, 6, (1, 2, 4, 8)
+# Seeds of requests that stop after 0, 1 and more frames, and of some that reach their limit.
+SEEDS = (3, 14, 9, 11, 5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return MossTTS.from_pretrained(GOLDEN / "local_hd16")
+
+
+def make(model, **options):
+    """A frame graph whose rows hold a request of one embedding each."""
+    common = {"dtype": model.dtype, "device": "cpu"}
+    pool = DecodePool(model.config, rows=ROWS, max_frames=FRAMES, **common)
+    kv = PagedKV(model.config.backbone, rows=ROWS, pages=2 * ROWS, page_size=4, max_tokens=8, **common)
+    kv.key_pages[:, :-1], kv.value_pages[:, :-1] = torch.nan, torch.nan
+    step = BackboneStep(model.transformer, max_batch=BUCKETS[-1])
+    frame = FrameGraph(model, step, pool, kv, buckets=BUCKETS, **options)
+    staging = torch.randn(ROWS, model.config.backbone.hidden_size, generator=torch.Generator().manual_seed(1))
+    for row, seed in enumerate(SEEDS):
+        params = SamplingParams(text_temperature=0.3, repetition_penalty=1.2)
+        pool.acquire(row, params, seed=seed, max_frames=FRAMES - row % 2)
+        kv.reserve(row, FRAMES)
+    pool.staging[:ROWS] = staging
+    return frame
+
+
+def state(frame):
+    pool, kv = frame.pool, frame.kv
+    named = {name: tensor for name, tensor in vars(pool).items() if isinstance(tensor, torch.Tensor)}
+    sampling = pool.sampling
+    named |= {f"sampling.{field.name}": getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    named |= {"key_pages": kv.key_pages, "value_pages": kv.value_pages}
+    return {name: tensor.contiguous().view(torch.uint8).clone() for name, tensor in named.items()}
+
+
+def assert_same(one, other):
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """History, frames and flags of each row that makes all of its frames by itself."""
+    frame = make(model)
+    for row in range(ROWS):
+        for _ in range(FRAMES):
+            frame.launch([row])
+    pool = frame.pool
+    frames = pool.frames[:ROWS].tolist()
+    assert min(frames) < 4 <= max(frames) and pool.stopped[:ROWS].any() and not pool.stopped[:ROWS].all()
+    assert pool.finished.all()
+    return frame
+
+
+def assert_same_requests(frame, alone):
+    for row in range(ROWS):
+        count = alone.pool.frames[row]
+        assert torch.equal(frame.pool.history[row, :count], alone.pool.history[row, :count]), row
+        for name in ("frames", "stopped", "finished", "status", "positions"):
+            assert getattr(frame.pool, name)[row] == getattr(alone.pool, name)[row], (name, row)
+
+
+def test_reordered_shrinking_and_paused_batches(model, alone):
+    frame, generator = make(model), torch.Generator().manual_seed(2)
+    while not frame.pool.finished.all():
+        count = int(torch.randint(1, ROWS + 1, (), generator=generator))
+        rows = torch.randperm(ROWS, generator=generator)[:count].tolist()
+        active = (torch.rand(count, generator=generator) < 0.7).tolist()
+        before = state(frame)
+        frame.launch(rows, active=active)
+        if not any(active):
+            assert_same(state(frame), before)
+    assert_same_requests(frame, alone)
+
+
+def test_several_frames_in_a_launch(model, alone):
+    frame = make(model, frames=(1, 4))
+    frame.launch([4, 0, 1, 3, 2], 4)
+    frame.launch([4, 0, 1, 3, 2], 4)
+    assert_same_requests(frame, alone)
+    single = make(model)
+    for _ in range(8):
+        single.launch([4, 0, 1, 3, 2])
+    assert_same(state(frame), state(single))
+
+
+def test_inactive_rows_keep_every_bit(model):
+    frame = make(model)
+    frame.launch(range(ROWS))
+    before = state(frame)
+    frame.launch([3, 1], active=[False, False])
+    frame.launch([])
+    assert_same(state(frame), before)
+
+
+def test_a_finished_row_keeps_every_bit(model, alone):
+    before = state(alone)
+    alone.launch(range(ROWS), 2)
+    assert_same(state(alone), before)
+
+
+def test_report(model, alone):
+    report = alone.launch([2, 4, 0])
+    pool = alone.pool
+    assert report.shape == (3, bucket_for(3, BUCKETS))
+    for column, row in enumerate((2, 4, 0)):
+        frames, flags, status = report[:, column].tolist()
+        assert (frames, status) == (pool.frames[row], pool.status[row])
+        assert (bool(flags & FINISHED), bool(flags & STOPPED)) == (pool.finished[row], pool.stopped[row])
+
+
+def test_inputs(model):
+    frame = make(model)
+    frame.launch([4, 2, 0], active=[True, False, True])
+    assert frame.buffers.inputs[:8].tolist() == [4, 2, 0, ROWS, 1, 0, 1, 0]
+    with pytest.raises(ValueError, match="`rows` must have at most 8 entries, got 9"):
+        frame.launch(range(9))
+    assert frame.graphs.fallbacks == {FallbackReason.DEVICE: 1}
+
+
+def test_logits_that_are_not_finite_end_the_row_alone(model, alone):
+    frame = make(model)
+    frame.pool.staging[1] = torch.nan
+    for _ in range(FRAMES):
+        report = frame.launch(range(ROWS))
+    assert report[2, 1] != 0 and frame.pool.frames[1] == 0 and frame.pool.finished[1]
+    for row in (0, 2, 3, 4):
+        count = alone.pool.frames[row]
+        assert torch.equal(frame.pool.history[row, :count], alone.pool.history[row, :count])

@@ -1,0 +1,177 @@
+"""Prefill: what it leaves in the pages is what the eager backbone computes, however prompts are cut and grouped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.models import random_model, random_prompts
+from moss_kernels import SamplingParams
+from moss_runtime.graphs.backbone_step import BackboneStep
+from moss_runtime.graphs.prefill import LENGTHS, Prefill, cut
+from moss_runtime.model import MossTTS
+from moss_runtime.observe import FallbackReason
+from moss_runtime.state.decode_pool import DecodePool
+from moss_runtime.state.kv_cache import PagedKV
+
+GOLDEN = Path(__file__).parent / "golden"
+SIZES = (20, 1, 3, 9, 8, 12, 2, 17, 5)
+ROWS = len(SIZES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return MossTTS.from_pretrained(GOLDEN / "local_hd16")
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    generator, made = torch.Generator().manual_seed(5), []
+    for length in SIZES:
+        rows = torch.randint(0, 64, (length, 13), generator=generator)
+        rows[torch.rand(length, generator=generator) < 0.6, 1:] = 64
+        made.append(rows)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    """Keys [layers, KV heads, tokens, D], values, and the last row's embedding of each prompt."""
+    results = []
+    for prompt in prompts:
+        cache = model.transformer.new_cache(1)
+        embeds = model.embed(prompt)[None]
+        if len(prompt) > 1:
+            with torch.no_grad():
+                model.transformer(embeds[:, :-1], cache)
+        results.append((cache.keys[:, 0, :, : cache.length], cache.values[:, 0, :, : cache.length], embeds[0, -1]))
+    return results
+
+
+def make(model, **options):
+    common = {"dtype": model.dtype, "device": "cpu"}
+    pool = DecodePool(model.config, rows=ROWS, max_frames=4, **common)
+    kv = PagedKV(model.config.backbone, rows=ROWS, pages=8 * ROWS, page_size=4, max_tokens=32, **common)
+    kv.key_pages[:, :-1], kv.value_pages[:, :-1] = torch.nan, torch.nan
+    pool.staging[:-1] = torch.nan
+    step = BackboneStep(model.transformer, max_batch=1)
+    return Prefill(model, step, pool, kv, **{"lengths": (4, 8), "rows": (1, 2, 4), "max_tokens": 16} | options)
+
+
+def run(prefill, prompts, rows):
+    """Prefill prompts into rows; returns the shapes of the passes."""
+    waiting = [cut(row, prompt, prefill.lengths) for row, prompt in zip(rows, prompts, strict=True)]
+    for row, prompt in zip(rows, prompts, strict=True):
+        prefill.pool.acquire(row, SamplingParams(), seed=0, max_frames=1, position=len(prompt) - 1)
+        prefill.kv.reserve(row, len(prompt) - 1)
+    shapes, compute = [], prefill.graphs.compute
+    prefill.graphs.compute = lambda *shape: (shapes.append(shape), compute(*shape))
+    while waiting := [pieces for pieces in waiting if pieces]:
+        done = {piece.row for piece in run_pass(prefill, [pieces[0] for pieces in waiting])}
+        waiting = [pieces[1:] if pieces[0].row in done else pieces for pieces in waiting]
+    return shapes
+
+
+def run_pass(prefill, pieces):
+    pieces = prefill.next_pass(pieces)
+    prefill.run(pieces)
+    return pieces
+
+
+def stored(kv, row, tokens):
+    pages = list(kv.pages_of(row))
+    return [
+        store[:, pages].transpose(2, 3).flatten(1, 2)[:, :tokens].transpose(1, 2)
+        for store in (kv.key_pages, kv.value_pages)
+    ]
+
+
+def test_how_a_prompt_is_cut_depends_on_its_length_alone():
+    prompt = torch.arange(1100)[:, None].expand(-1, 13)
+    for length in (1, 2, 512, 513, 514, 1024, 1025, 1026, 1100):
+        pieces = cut(3, prompt[:length])
+        assert [piece.start for piece in pieces] == list(range(0, max(length - 1, 1), LENGTHS[-1]))
+        assert torch.equal(torch.cat([piece.ids for piece in pieces]), prompt[: length - 1])
+        assert all(piece.last[0] == length - 1 and piece.row == 3 for piece in pieces)
+
+
+@pytest.mark.parametrize("order", [range(ROWS), (7, 2, 0), (1,), (8, 3, 4, 6, 1)])
+def test_keys_values_and_staging_are_those_of_the_eager_backbone(model, prompts, expected, order):
+    """Prompts of 0 to 19 tokens in pieces of at most 8, over pages full of NaN."""
+    prefill = make(model)
+    run(prefill, [prompts[index] for index in order], range(len(order)))
+    for row, index in enumerate(order):
+        keys, values, last = expected[index]
+        got = stored(prefill.kv, row, keys.shape[2])
+        torch.testing.assert_close(got, [keys, values], rtol=0, atol=1e-5)
+        assert torch.equal(prefill.pool.staging[row], last)
+    assert prefill.graphs.fallbacks.keys() == {FallbackReason.DEVICE}
+
+
+def test_nothing_else_is_written(model, prompts):
+    prefill = make(model)
+    pool, kv = prefill.pool, prefill.kv
+    kv.key_pages[:, :-1], kv.value_pages[:, :-1], pool.staging[:-1] = 1.0, 2.0, 3.0
+    run(prefill, prompts[:1] + prompts[3:4], [0, 1])
+    tokens = {0: 19, 1: 8}
+    for row, count in tokens.items():
+        for part in stored(kv, row, 20 if row == 0 else 8):
+            part[:, :, :count] = torch.nan
+    for store, fill in ((kv.key_pages, 1.0), (kv.value_pages, 2.0)):
+        held = [page for row in tokens for page in kv.pages_of(row)]
+        free = [page for page in range(kv.pages) if page not in held]
+        assert (store[:, free] == fill).all() and not store[:, -1].any()
+        assert (store[:, kv.pages_of(0)[-1], :, 3] == fill).all()
+    assert (pool.staging[2:-1] == 3).all() and not pool.staging[-1].any()
+
+
+def test_passes_hold_prompts_of_like_length(model, prompts):
+    """Pieces of 8+8+3, 0, 2, 8, 7, 8+3, 1, 8+8, 4 tokens; at most 16 a pass, padding included."""
+    shapes = run(make(model), prompts, range(ROWS))
+    assert shapes[:4] == [(2, 8, 0), (1, 8, 8), (1, 4, 16), (4, 4, 0)]
+    assert shapes[4:] == [(2, 8, 0), (1, 4, 8), (1, 8, 0), (1, 8, 8)]
+
+
+def products_in_one(x, weight, residual, parts):
+    """A library whose sums depend on the number of rows, as a real one's may."""
+    out = x @ weight.t() if residual is None else residual.add_(x @ weight.t())
+    return out.add_(1e-3 * len(x) / parts)
+
+
+def test_products_that_change_with_the_batch_run_prompt_by_prompt(model, prompts, monkeypatch):
+    from moss_runtime.graphs import prefill as module
+
+    monkeypatch.setattr(module, "_product", products_in_one)
+    alone, together, careless = make(model), make(model), make(model, batch_invariant=False)
+    for prefill in (alone, together):
+        prefill.warm_up()
+        assert not prefill.flat
+    run(alone, prompts[4:5], [0])
+    run(together, prompts[3:5], [1, 0])
+    run(careless, prompts[3:5], [1, 0])
+    results = [stored(prefill.kv, 0, 7) for prefill in (alone, together, careless)]
+    assert all(torch.equal(one, other) for one, other in zip(*results[:2], strict=True))
+    assert not torch.equal(results[0][0], results[2][0])
+
+
+def test_products_that_do_not_change_run_at_once(model, monkeypatch):
+    from moss_runtime.graphs import prefill as module
+
+    monkeypatch.setattr(module, "_product", lambda x, weight, residual, parts: x[:, :1].expand(-1, len(weight)).clone())
+    prefill = make(model)
+    prefill.warm_up()
+    assert {known[:2] for known in prefill.flat} == {(2, 4), (2, 8), (4, 4)}
+    assert len(prefill.flat) == 3 * 4
+
+
+def test_bfloat16_keys_do_not_depend_on_the_pass():
+    """The same in the dtype of the GPU, and the small dimensions of the frame kernel."""
+    model = random_model("tiny", device="cpu", dtype=torch.bfloat16)
+    prompts = random_prompts(model, [9, 8, 7, 6])
+    results = []
+    for rows in ([0], [1, 0], [2, 3, 1, 0]):
+        prefill = make(model)
+        prefill.warm_up()
+        run(prefill, [prompts[row] for row in rows], rows)
+        results.append(torch.stack(stored(prefill.kv, 0, 8)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
