@@ -95,6 +95,12 @@ def test_all_padding_changes_nothing(run):
     require_appended(run, arguments, tolerance=0)
 
 
+def test_an_inactive_row_may_name_the_pool_row_of_an_active_one():
+    arguments = make_arguments([(0, True), (None, False)])
+    arguments["row_map"][1] = arguments["row_map"][0]
+    require_appended(torch.ops.moss.kv_append, arguments, tolerance=2e-6)
+
+
 def test_opcheck():
     arguments = [x.nan_to_num() if torch.is_tensor(x) else x for x in make_arguments().values()]
     torch.library.opcheck(torch.ops.moss.kv_append.default, tuple(arguments))

@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 ROW_BLOCKS = (16, 32, 64, 128)
-_FP32 = Tile(32, 32, 4, 3, False)
+_FP32 = Tile(16, 32, 4, 3, False)
 # By padded rows. All programs of a launch fit on the multiprocessors at once: there is no last wave.
 _BF16 = {
     16: Tile(64, 128, 4, 3, True),
