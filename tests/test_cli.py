@@ -17,8 +17,9 @@ from safetensors.torch import load, load_file, save_file
 
 from moss_runtime.audio import load_audio
 from moss_runtime.cli import main
+from moss_runtime.commands import synth as synth_command
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
-from moss_runtime.model.tts import Generation, MossTTS
+from moss_runtime.model.tts import Generation
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "runtime" / "assets" / "reference.wav"
@@ -123,11 +124,11 @@ def test_text_from_argument_file_and_standard_input(demo, monkeypatch):
 def test_every_option_reaches_the_prompt_and_the_sampler(demo, monkeypatch):
     seen = {}
 
-    def generate(self, prompts, params, **limits):
-        seen.update(rows=len(prompts[0]), params=params[0], **limits)
+    def generate(runtime, prompts, params, **_):
+        seen.update(rows=len(prompts[0]), params=params[0], max_frames=runtime.pool.max_frames)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(MossTTS, "generate", generate)
+    monkeypatch.setattr(synth_command, "generate", generate)
 
     def rows(*options):
         assert synth(TEXT, *options) == 130
@@ -150,7 +151,7 @@ def test_every_option_reaches_the_prompt_and_the_sampler(demo, monkeypatch):
 
 def test_no_frames_give_an_empty_file(demo, capsys, monkeypatch):
     nothing = Generation(torch.empty(0, 12, dtype=torch.int64), 5, "stop")
-    monkeypatch.setattr(MossTTS, "generate", lambda *_, **__: [nothing])
+    monkeypatch.setattr(synth_command, "generate", lambda *_, **__: [nothing])
     for options in ((), ("--stream",)):
         assert synth(TEXT, *options) == 0
         assert soundfile.info("out.wav").frames == 0 and summary(capsys)["RTF"] == "none"

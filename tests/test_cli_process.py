@@ -17,15 +17,15 @@ from moss_runtime.demo_checkpoint import write_demo_checkpoint
 INTERRUPTED = """
 import sys, time
 from moss_runtime.cli import main
-from moss_runtime.model.tts import MossTTS
-generate = MossTTS.generate
-def waiting(self, *args, on_frame, **limits):
-    def wait(*step):
-        on_frame(*step)
+from moss_runtime.commands import synth
+generate = synth.generate
+def waiting(*args, on_frames, **options):
+    def wait(*frames):
+        on_frames(*frames)
         print("generating", flush=True)
         time.sleep(60)
-    return generate(self, *args, on_frame=wait, **limits)
-MossTTS.generate = waiting
+    return generate(*args, on_frames=wait, **options)
+synth.generate = waiting
 sys.exit(main())
 """
 

@@ -9,7 +9,6 @@ import pytest
 from moss_runtime.cli import main
 from moss_runtime.commands import synth
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
-from moss_runtime.model.tts import MossTTS
 
 SAMPLES_PER_FRAME = 3840
 
@@ -37,17 +36,17 @@ def run(demo, output, *options):
 )
 def test_audio_is_written_while_the_codes_are_generated(demo, tmp_path, monkeypatch, options, expected):
     events = []
-    generate, wav_writer = MossTTS.generate, synth.wav_writer
+    generate, wav_writer = synth.generate, synth.wav_writer
 
-    def counting(self, *args, on_frame, **limits):
-        def count(*step):
+    def counting(*args, on_frames, **options):
+        def count(index, codes):
             if events and events[-1] > 0:
-                events[-1] += 1
+                events[-1] += len(codes)
             else:
-                events.append(1)
-            on_frame(*step)
+                events.append(len(codes))
+            on_frames(index, codes)
 
-        return generate(self, *args, on_frame=count, **limits)
+        return generate(*args, on_frames=count, **options)
 
     @contextlib.contextmanager
     def watching(*args):
@@ -59,7 +58,7 @@ def test_audio_is_written_while_the_codes_are_generated(demo, tmp_path, monkeypa
 
             yield watch
 
-    monkeypatch.setattr(MossTTS, "generate", counting)
+    monkeypatch.setattr(synth, "generate", counting)
     monkeypatch.setattr(synth, "wav_writer", watching)
     run(demo, tmp_path / "out.wav", *options)
     assert events == expected

@@ -23,11 +23,14 @@ from moss_runtime.commands.common import (
 )
 from moss_runtime.demo_checkpoint import is_demo
 from moss_runtime.errors import CheckpointError, PromptError, UserError
+from moss_runtime.graphs.runtime import Runtime
+from moss_runtime.graphs.speech import generate
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.prompt import PromptBuilder
 from moss_runtime.model.tts import DEFAULT_MAX_FRAMES, NOT_FINITE, Generation, MossTTS
+from moss_runtime.state.budget import MemoryBudget
 
 SAMPLING = {
     "temperature": (float, "of the audio codes; 0 takes the most probable"),
@@ -40,7 +43,6 @@ SAMPLING = {
     "seed": (int, "0 .. 2^63-1; the same seed repeats the codes (default: drawn, and printed)"),
 }
 WISHES = ("language", "instruction", "quality", "sound_event", "ambient_sound")
-LARGEST_CHUNK = 8  # frames
 UNSPOKEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: spaces, separators, control and format characters
 
 
@@ -103,8 +105,14 @@ def run(args: argparse.Namespace) -> None:
                 f"text and recordings are too long: {len(prompt)} rows, "
                 f"the model's context is {config.backbone.max_position_embeddings}"
             )
-        synthesize = _stream if args.stream else _synthesize
-        result = synthesize(model, codec, prompt, params, args.max_frames, write, times)
+        with times.stage("warm up"):
+            runtime = _runtime(model, codec if args.stream else None, len(prompt), args.max_frames)
+        if args.stream:
+            result = _generate(runtime, prompt, params, times, on_audio=lambda _, audio: write(audio))
+        else:
+            result = _generate(runtime, prompt, params, times)
+            with times.stage("decode"):
+                write(codec.decode(result.codes[None])[0])
         if result.finish_reason == "error":
             raise CheckpointError(f"{model_directory}: {NOT_FINITE.format(dtype)}")
     if is_demo(model_directory):
@@ -112,56 +120,39 @@ def run(args: argparse.Namespace) -> None:
     _report(args.output, result, codec_config, times)
 
 
-def _synthesize(
-    model: MossTTS,
-    codec: Codec,
+def _runtime(model: MossTTS, codec: Codec | None, prompt_rows: int, max_frames: int) -> Runtime:
+    """A runtime for one request. Its prefill has no graphs, which would take longer to capture than they save.
+
+    Raises:
+        MemoryBudgetError: it does not fit into the memory of the GPU.
+    """
+    frames = min(max_frames, model.config.backbone.max_position_embeddings + 1 - prompt_rows)
+    options = {"rows": 1, "max_tokens": prompt_rows - 1 + frames, "max_frames": frames}
+    if model.device.type == "cuda":
+        configs = model.config, codec.config if codec else None
+        budget = MemoryBudget(*configs, dtype=model.dtype, device=model.device, **options)
+        free, _ = torch.cuda.mem_get_info(model.device)
+        budget.fit(free + torch.cuda.memory_reserved(model.device))
+    runtime = Runtime(model, codec, **options)
+    with progress_bar("capturing graphs", len(runtime.frame.graphs.shapes)) as advance:
+        runtime.warm_up(advance, prefill=False)
+    return runtime
+
+
+def _generate(
+    runtime: Runtime,
     prompt: Tensor,
     params: SamplingParams,
-    max_frames: int,
-    write: Callable[[Tensor], None],
     times: StageTimes,
+    on_audio: Callable[[int, Tensor], None] | None = None,
 ) -> Generation:
-    with times.stage("generate"), progress_bar("generating frames", max_frames) as advance:
-        result = model.generate([prompt], [params], max_frames=max_frames, on_frame=lambda *_: advance())[0]
-    with times.stage("decode"):
-        write(codec.decode(result.codes[None])[0])
-    return result
+    with times.stage("generate"), progress_bar("generating frames", runtime.pool.max_frames) as advance:
 
+        def on_frames(_: int, codes: Tensor) -> None:
+            for _ in codes:
+                advance()
 
-def _stream(
-    model: MossTTS,
-    codec: Codec,
-    prompt: Tensor,
-    params: SamplingParams,
-    max_frames: int,
-    write: Callable[[Tensor], None],
-    times: StageTimes,
-) -> Generation:
-    """As `_synthesize`, in chunks of 1, 2, 4, then 8 frames that are decoded and written as they come."""
-    stream = codec.streaming(slots=1)
-    slot = stream.slots.resolve([stream.slots.lease()])
-    pending: list[Tensor] = []
-    chunk = 1
-
-    def flush() -> None:
-        with times.stage("decode"):
-            write(stream.step(torch.stack(pending)[None], slot, [len(pending)])[0])
-        pending.clear()
-
-    with times.stage("generate"), progress_bar("generating frames", max_frames) as advance:
-
-        def on_frame(codes: Tensor, is_frame: Tensor) -> None:
-            nonlocal chunk
-            pending.append(codes[0])
-            if len(pending) == chunk:
-                flush()
-                chunk = min(2 * chunk, LARGEST_CHUNK)
-            advance()
-
-        result = model.generate([prompt], [params], max_frames=max_frames, on_frame=on_frame)[0]
-    if pending:
-        flush()
-    return result
+        return generate(runtime, [prompt], [params], on_frames=on_frames, on_audio=on_audio)[0]
 
 
 def _read_text(args: argparse.Namespace) -> str:
