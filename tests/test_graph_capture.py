@@ -18,7 +18,7 @@ class FakeCuda:
 
     def __init__(self):
         self.events, self.capturing, self.work = [], None, None
-        self.Stream = lambda device: SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+        self.Stream = lambda device, priority: SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
         self.current_stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
         self.mem_get_info = lambda device: (2**30, 2**31)
         self.graph_pool_handle = object

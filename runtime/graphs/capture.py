@@ -45,6 +45,7 @@ class GraphSet:
         *,
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
+        priority: int = 0,
         metrics: Metrics | None = None,
         enabled: bool = True,
     ):
@@ -57,11 +58,14 @@ class GraphSet:
                 what the inputs hold before the first step it must change no state.
             device: where the work runs; on a CPU there are no graphs.
             stream: of the graphs; None makes one.
+            priority: of the stream that is made; what is lower runs first.
             metrics: where replays and eager steps are counted too.
             enabled: False runs everything eagerly.
         """
         self.name, self.shapes, self.compute, self.device = name, frozenset(shapes), compute, device
-        self.stream = torch.cuda.Stream(device) if stream is None and device.type == "cuda" else stream
+        self.stream = stream
+        if stream is None and device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=priority)
         self.replays, self.seconds, self.bytes = 0, 0.0, 0
         self.fallbacks: Counter[FallbackReason] = Counter()
         self._metrics, self._enabled = metrics, enabled

@@ -1,4 +1,4 @@
-"""A request as the host sees it, and what it is told of one."""
+"""Requests as the host sees them, and what it learns of them."""
 
 import dataclasses
 from collections import deque
@@ -7,8 +7,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from moss_runtime.graphs.frame import FINISHED, STOPPED
 from moss_runtime.graphs.prefill import Piece
-from moss_runtime.state.decode_pool import RowLease
+from moss_runtime.state.decode_pool import DecodePool, RowLease
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +52,58 @@ class Request:
 
 
 @dataclasses.dataclass
-class Flight:
+class _Flight:
     """A launch whose report the host has not read. report: [3, B] int32 in pinned memory."""
 
     requests: list[Request]
     report: Tensor
     event: torch.cuda.Event | None
 
-    @property
-    def landed(self) -> bool:
-        return self.event is None or self.event.query()
+
+class Flights:
+    """Launches that the host knows nothing of yet, oldest first: it reads their reports when the device is through."""
+
+    def __init__(self, pool: DecodePool):
+        self._pool = pool
+        self._flights: deque[_Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def add(self, requests: list[Request], report: Tensor) -> None:
+        """Take the report of a launch, [3, B] on the device with a column for each request, on the current stream."""
+        host, event = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda), None
+        host.copy_(report, non_blocking=True)
+        if report.is_cuda:
+            event = torch.cuda.current_stream(report.device).record_event()
+        self._flights.append(_Flight(requests, host, event))
+
+    def read(self) -> list[FrameDelta]:
+        """What the launches that are over have made; requests whose last frame is among it end."""
+        deltas = []
+        while self._flights and (self._flights[0].event is None or self._flights[0].event.query()):
+            flight = self._flights.popleft()
+            for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
+                if not request.ended:
+                    deltas += self._learn(request, *numbers, flight.event)
+        return deltas
+
+    def wait(self) -> None:
+        """Wait for the oldest launch."""
+        if self._flights and self._flights[0].event is not None:
+            self._flights[0].event.synchronize()
+
+    def _learn(
+        self, request: Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None
+    ) -> list[FrameDelta]:
+        """One column of a report; see `FrameBuffers.report`."""
+        lease, final, reason = request.lease, bool(flags & FINISHED), None
+        if final:
+            reason = "error" if status else "stop" if flags & STOPPED else "length"
+            request.ended = True
+            self._pool.finish(lease)
+        if not final and frames == request.known:
+            return []
+        first, request.known = request.known, frames
+        codes = self._pool.history[lease.row, first:frames]
+        return [FrameDelta(lease.request_id, lease.generation, first, codes, event, final, reason)]

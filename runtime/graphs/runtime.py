@@ -12,9 +12,9 @@ from moss_runtime.errors import PromptError
 from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
-from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
+from moss_runtime.graphs.frame import FrameGraph
 from moss_runtime.graphs.prefill import MAX_TOKENS, ROWS, Prefill, cut
-from moss_runtime.graphs.requests import Flight, FrameDelta, Request
+from moss_runtime.graphs.requests import Flights, FrameDelta, Request
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Metrics, Range, StageTimer, annotate
@@ -113,7 +113,7 @@ class Runtime:
         if metrics is not None:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
         self._requests: dict[Hashable, Request] = {}
-        self._flights: deque[Flight] = deque()
+        self._flights = Flights(self.pool)
         self._deltas: list[FrameDelta] = []
         if model.device.type == "cuda":
             for part in (self.frame, self.prefill):
@@ -224,15 +224,14 @@ class Runtime:
 
     def wait(self) -> None:
         """Wait until the host can learn of the oldest launch."""
-        if self._flights and self._flights[0].event is not None:
-            self._flights[0].event.synchronize()
+        self._flights.wait()
 
     def release(self, lease: RowLease, event: torch.cuda.Event | None = None) -> None:
         """Give everything back that a request with a final delta holds.
 
         Args:
             lease: of the request.
-            event: recorded after the last read of its codes on another stream than the current one of `add`.
+            event: recorded after the last read of its codes on another stream; None if there was none.
         """
         request = self._request(lease)
         if not request.ended:
@@ -241,9 +240,16 @@ class Runtime:
         self.pool.release(lease)
         self._forget(request)
 
-    def abort(self, lease: RowLease) -> None:
-        """End a request at any point and give everything back that it holds; frames not told of are lost."""
+    def abort(self, lease: RowLease, event: torch.cuda.Event | None = None) -> None:
+        """End a request at any point and give everything back that it holds; frames not told of are lost.
+
+        Args:
+            lease: of the request.
+            event: as in `release`.
+        """
         request = self._request(lease)
+        if event is not None:
+            self.pool.consumed(lease, event)
         self.pool.abort(lease)
         self._forget(request)
 
@@ -278,7 +284,7 @@ class Runtime:
                 # Rows were reset, and their pages entered in the table, on the stream of the frames.
                 stream.wait_stream(self.frame.graphs.stream)
             self.prefill.run(pieces)
-            event = self._record(stream)
+            event = None if stream is None else stream.record_event()
         for request in requests:
             request.pieces.popleft()
             request.prefilled = event
@@ -314,9 +320,7 @@ class Runtime:
                     stream.wait_event(request.prefilled)
                     request.prefilled = None
             report = self.frame.launch([request.lease.row for request in batch], self._frames_per_launch)
-            host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
-            host.copy_(report, non_blocking=True)
-            self._flights.append(Flight(batch, host, self._record(stream)))
+            self._flights.add(batch, report)
         for request in batch:
             request.launched += self._frames_per_launch
 
@@ -324,27 +328,10 @@ class Runtime:
         """Read the reports of launches that are over."""
         if self._timer is not None:
             self._timer.collect()
-        while self._flights and self._flights[0].landed:
-            flight = self._flights.popleft()
-            for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
-                if not request.ended:
-                    self._learn(request, *numbers, flight.event)
-
-    def _learn(self, request: Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None) -> None:
-        """One row of a report; see `FrameBuffers.report`."""
-        final, reason = bool(flags & FINISHED), None
-        if final:
-            reason = "error" if status else "stop" if flags & STOPPED else "length"
-            request.ended = True
-            self.pool.finish(request.lease)
+        deltas = self._flights.read()
         if self._metrics is not None:
-            self._metrics.generated(frames=frames - request.known)
-        if final or frames > request.known:
-            first, request.known = request.known, frames
-            lease = request.lease
-            codes = self.pool.history[lease.row, first:frames]
-            delta = FrameDelta(lease.request_id, lease.generation, first, codes, event, final, reason)
-            self._deltas.append(delta)
+            self._metrics.generated(frames=sum(len(delta.codes) for delta in deltas))
+        self._deltas += deltas
 
     @contextlib.contextmanager
     def _aborting(self, requests: list[Request]) -> Iterator[None]:
@@ -355,6 +342,3 @@ class Runtime:
             for request in requests:
                 self.abort(request.lease)
             raise
-
-    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        return None if stream is None else stream.record_event()

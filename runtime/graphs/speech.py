@@ -74,7 +74,7 @@ class _Run:
             for index, lease in self.leases.items():
                 # A step that failed has aborted its requests itself.
                 with contextlib.suppress(StaleLeaseError):
-                    self.runtime.abort(lease)
+                    self.runtime.abort(lease, None if self.feed is None else self.feed.event)
                 if self.feed is not None:
                     self.feed.abort(index)
         if stream is not None:
