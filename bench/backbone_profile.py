@@ -14,7 +14,7 @@ from bench.harness import COPY_BYTES_PER_SECOND
 from moss_kernels import _launch
 from moss_kernels.backbone_linear import split_count, triton_kernel
 from moss_kernels.backbone_linear.tiles import Tile, row_block, tile_for
-from moss_kernels.paged_attention.triton_kernel import paged_attention_triton
+from moss_kernels.paged_attention import triton_kernel as attention_kernel
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.testing.backbone import PagedInputs
 from moss_runtime.graphs.backbone_step import BackboneStep
@@ -43,7 +43,7 @@ _TILES = (
     Tile(64, 128, 4, 4, False),
     Tile(128, 64, 8, 4, False),
 )
-_SPLITS = {"qkv": (1,), "gate_up": (1,), "o": (2, 4, 8), "down": (2, 4, 8)}
+_SPLITS = {"qkv": (1, 2), "gate_up": (1,), "o": (2, 4, 8), "down": (2, 4, 8)}
 _ATTENTION = tuple(
     {"min_split": split, "programs": programs, "warps": warps, "stages": stages}
     for split, programs, warps, stages in (
@@ -51,7 +51,7 @@ _ATTENTION = tuple(
         (64, None, 4, 3), (256, None, 4, 3), (256, 1, 4, 3), (256, 4, 4, 3), (512, None, 4, 3), (512, None, 4, 4),
     )
 )  # fmt: skip
-_PREFETCH = (0, 1024, 4096)
+_PREFETCH = (0, 10_000_000, 20_000_000, 40_000_000)
 
 
 @contextmanager
@@ -74,10 +74,11 @@ def linear_times(step: BackboneStep, name: str, rows: int) -> dict[tuple[Tile, i
     weights = weights[: max(2, int(COLD_BYTES / weights[0].nbytes) + 1)]
     (n, k), device = weights[0].shape, weights[0].device
     x, times = torch.randn(rows, k, device=device).bfloat16(), {}
-    gated, wide = name == "gate_up", name in ("qkv", "gate_up")
+    gated = name == "gate_up"
     for splits in _SPLITS[name]:
-        out = torch.empty(rows, n // 2 if gated else n, dtype=x.dtype, device=device)
-        out = out if wide else torch.empty(splits, rows, n, device=device)
+        out = torch.empty(splits, rows, n, device=device)
+        if splits == 1:
+            out = torch.empty(rows, n // 2 if gated else n, dtype=x.dtype, device=device)
         for tile in dict.fromkeys((tile_for(rows, n, k // splits, x.dtype), *_TILES)):
             if k // splits % tile.block_k or not fits(tile, rows, n, splits):
                 continue
@@ -133,7 +134,7 @@ def print_attention(step: BackboneStep, kv: PagedInputs) -> None:
         def run(options=options) -> None:
             for index in range(layers):
                 arguments = (*token, *kv.layer(index), out, scratch.partials, scratch.arrived)
-                paged_attention_triton(*arguments, **options)
+                attention_kernel.paged_attention_triton(*arguments, **options)
 
         times[tuple(options.items())] = timed(run, layers)
     moved = 4 * rows * int(kv.positions.max()) * heads[1] * heads[2]
@@ -181,7 +182,9 @@ def print_step(step: BackboneStep, kv: PagedInputs) -> None:
     with dependent_launch(True):
         for prefetch in _PREFETCH:
             with mock.patch.object(triton_kernel, "PREFETCH_BYTES", prefetch):
-                print(f"    dependent launch, prefetch {prefetch}: {timed(run, 1000):.3f} ms", flush=True)
+                print(f"    dependent launch, prefetch {prefetch / 1e6:.0f} MB: {timed(run, 1000):.3f} ms", flush=True)
+        with mock.patch.object(attention_kernel, "PREFETCH", False):
+            print(f"    dependent launch, no pages prefetched: {timed(run, 1000):.3f} ms", flush=True)
 
 
 def print_all(step: BackboneStep, kv: PagedInputs, batches: Iterable[int]) -> None:

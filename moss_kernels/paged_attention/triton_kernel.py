@@ -27,6 +27,66 @@ ENOUGH_PROGRAMS = 1024
 _LOWEST = tl.constexpr(-3.0e38)
 # A split doubles at most so often: beyond 2^31 keys.
 _DOUBLINGS = tl.constexpr(20)
+# Whether the first pages of a program are asked into L2 while kernels ahead still run.
+PREFETCH = True
+
+# One thread asks for `bytes` at `address` to be brought into L2; a hint that needs no result.
+_PREFETCH_ASM: tl.constexpr = tl.constexpr(
+    """{
+    .reg .pred first;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+    }"""
+)
+
+
+@triton.jit
+def _split_size(stored, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    # Keys of a split, where `stored` + 1 keys need at most MAX_SPLITS of them.
+    split = tl.full((), MIN_SPLIT, tl.int32)
+    for _ in tl.static_range(_DOUBLINGS):
+        split = tl.where(stored // MAX_SPLITS >= split, split * 2, split)
+    return split
+
+
+@triton.jit
+def _prefetch_pages(
+    key_ptr,
+    value_ptr,
+    page_table_ptr,
+    positions_ptr,
+    row_ptr,
+    kv_head,
+    first_split,
+    table_pages,
+    pool_rows,
+    pages,
+    KV_HEADS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    # Before the wait all of this may be stale: it chooses what to prefetch, nothing else, and is checked.
+    row = tl.load(row_ptr, volatile=True)
+    row = tl.where((row >= 0) & (row < pool_rows), row, 0).to(tl.int64)
+    stored = tl.minimum(tl.maximum(tl.load(positions_ptr + row, volatile=True), 0), table_pages * PAGE_SIZE - 1)
+    first = first_split * _split_size(stored, MIN_SPLIT, MAX_SPLITS)
+    size = tl.full((), PAGE_BYTES, tl.int32)
+    for step in tl.static_range(MIN_SPLIT // PAGE_SIZE):
+        start = first + step * PAGE_SIZE
+        if start < stored:
+            page = tl.load(page_table_ptr + row * table_pages + start // PAGE_SIZE, volatile=True)
+            page = tl.where((page >= 0) & (page < pages), page, 0).to(tl.int64)
+            offset = (page * KV_HEADS + kv_head) * PAGE_BYTES
+            for base in tl.static_range(2):
+                address = (key_ptr if base == 0 else value_ptr).to(tl.int64) + offset
+                tl.inline_asm_elementwise(
+                    _PREFETCH_ASM, "=r,l,r", (address, size), dtype=tl.int32, is_pure=False, pack=1
+                )
 
 
 @triton.jit
@@ -47,6 +107,8 @@ def paged_attention_kernel(
     arrived_ptr,
     scale,
     table_pages,
+    pool_rows,
+    pages,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -56,20 +118,25 @@ def paged_attention_kernel(
     BLOCK_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     batch_row = tl.program_id(1).to(tl.int64)
     first_split, programs = tl.program_id(2), tl.num_programs(2)
     if DEPENDENT:
         gdc_launch_dependents()
+        if PREFETCH:
+            PAGE_BYTES: tl.constexpr = PAGE_SIZE * HEAD_DIM * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+            _prefetch_pages(
+                key_ptr, value_ptr, page_table_ptr, positions_ptr, row_map_ptr + batch_row, kv_head, first_split,
+                table_pages, pool_rows, pages, KV_HEADS, PAGE_BYTES, PAGE_SIZE, MIN_SPLIT, MAX_SPLITS,
+            )  # fmt: skip
         gdc_wait()
     row = tl.load(row_map_ptr + batch_row).to(tl.int64)
     active = tl.load(active_ptr + batch_row) != 0
     # The new token's key is not read back from its page.
     stored = tl.load(positions_ptr + row)
-    split = tl.full((), MIN_SPLIT, tl.int32)
-    for _ in tl.static_range(_DOUBLINGS):
-        split = tl.where(stored // MAX_SPLITS >= split, split * 2, split)
+    split = _split_size(stored, MIN_SPLIT, MAX_SPLITS)
     splits = tl.where(active, stored // split + 1, 0)
 
     dim = tl.arange(0, HEAD_DIM)
@@ -225,6 +292,8 @@ def paged_attention_triton(
         arrived,
         head_dim**-0.5 * 1.4426950408889634,
         page_table.shape[1],
+        page_table.shape[0],
+        key_pages.shape[0],
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -234,6 +303,7 @@ def paged_attention_triton(
         BLOCK_GROUP=max(16, triton.next_power_of_2(group + 1)),
         STAGES=stages,
         DEPENDENT=dependent,
+        PREFETCH=PREFETCH,
         num_warps=warps,
         maxnreg=REGISTERS,
         launch_pdl=dependent,
@@ -248,9 +318,16 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
         signature = {f"{name}_ptr": f"*{dtype}" for name in tensors}
         signature |= {f"{name}_ptr": "*i32" for name in ("page_table", "positions", "row_map", "arrived")}
         signature |= {"active_ptr": "*i1", "partials_ptr": "*fp32"}
-        signature |= {"scale": "fp32", "eps": "fp32", "table_pages": "i32"}
+        signature |= {"scale": "fp32", "eps": "fp32"}
+        signature |= dict.fromkeys(("table_pages", "pool_rows", "pages"), "i32")
         constexprs = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 64, "MIN_SPLIT": MIN_SPLIT}
-        constexprs |= {"MAX_SPLITS": MAX_SPLITS, "BLOCK_GROUP": 16, "STAGES": STAGES, "DEPENDENT": True}
+        constexprs |= {
+            "MAX_SPLITS": MAX_SPLITS,
+            "BLOCK_GROUP": 16,
+            "STAGES": STAGES,
+            "DEPENDENT": True,
+            "PREFETCH": True,
+        }
         signature = {name: signature.get(name, "constexpr") for name in paged_attention_kernel.arg_names}
         options = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_pdl": True}
         specs.append((paged_attention_kernel, signature, constexprs, options))
