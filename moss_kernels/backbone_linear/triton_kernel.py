@@ -13,8 +13,8 @@ from moss_kernels._launch import dependent_launch
 
 from .tiles import ROW_BLOCKS, Tile, row_block, tile_for
 
-# Bytes of a weight that a launch asks into L2 while kernels ahead still run, each program the front of its rows. A third
-# of the L2 of a large GPU; 0 turns it off.
+# Bytes of a weight that a launch asks into L2 while kernels ahead still run, each program the front of its rows; a
+# third of the L2 of a large GPU. 0 turns it off.
 PREFETCH_BYTES = 20_000_000
 
 
