@@ -229,8 +229,9 @@ def test_stores_what_kv_append_stores():
     token, pages = make_inputs([(37 * n % 3000, True) for n in range(64)], **FULL, dtype=torch.bfloat16, device="cuda")
     _, written = attend(triton_kernel.paged_attention_triton, token, pages)
     kv_append(*token, *pages.layer(), torch.empty(64, 32 * 128, dtype=torch.bfloat16, device="cuda"))
-    for name in ("key_pages", "value_pages"):
-        require_equal(name, getattr(written, name).nan_to_num(), getattr(pages, name).nan_to_num())
+    require_equal("value_pages", written.value_pages.nan_to_num(), pages.value_pages.nan_to_num())
+    # The norms may sum in another order, so that a value near the middle of two rounds either way.
+    torch.testing.assert_close(written.key_pages, pages.key_pages, rtol=2**-7, atol=2**-7, equal_nan=True)
 
 
 @pytest.mark.gpu
