@@ -92,10 +92,34 @@ def test_codes_are_those_of_the_model(model, prompts, requests, expected, option
     assert_empty(runtime)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_join_leave_wait_and_fail_at_random(model, prompts, requests, expected, seed):
+class LateEvent:
+    """An event of a device that is some polls behind the host."""
+
+    def __init__(self, polls):
+        self.polls = polls
+
+    def query(self):
+        self.polls -= 1
+        return self.polls < 0
+
+
+def make_late(runtime, monkeypatch, rng):
+    """The host learns of each launch late, as on a GPU: finished rows are in later launches, rows change hands."""
+    add = runtime._flights.add
+
+    def add_late(batch, report):
+        add(batch, report)
+        runtime._flights._flights[-1].event = LateEvent(rng.randrange(5))
+
+    monkeypatch.setattr(runtime._flights, "add", add_late)
+
+
+@pytest.mark.parametrize(("seed", "late"), [(0, False), (1, False), (2, True), (3, True), (4, True)])
+def test_rows_join_leave_wait_and_fail_at_random(model, prompts, requests, expected, monkeypatch, seed, late):
     """Rows are shared by few requests, some pause, some are aborted and come again; each gets its own codes."""
-    rng, runtime = random.Random(seed), make(model, pages=20)
+    rng, runtime = random.Random(seed), make(model, pages=20, max_in_flight=4)
+    if late:
+        make_late(runtime, monkeypatch, rng)
     waiting, leases, codes = rng.sample(range(len(prompts)), len(prompts)), {}, {}
     aborts = 3
     while waiting or leases:
