@@ -18,6 +18,7 @@ import torch
 
 from bench import harness
 from bench.baselines_frame import TorchFrame
+from bench.frame_profile import print_profile
 from bench.models import random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.prefill import cut
@@ -180,6 +181,20 @@ def measure(options: argparse.Namespace) -> None:
     launches(bench)
 
 
+def profile() -> None:
+    """Prints where frames and prefill passes spend their time."""
+    bench = Bench(random_model("full", device="cuda", dtype=torch.bfloat16), max(TARGETS), CONTEXT)
+    bench.check()
+    bench.occupy()
+    bench.prefill.compare_products()
+    for batch in TARGETS:
+        bench.frame.fill_inputs(range(batch), batch)
+        print_profile(f"frame_graph/B{batch}/ctx{CONTEXT}", partial(bench.run, batch, 1))
+    for batch, length in PREFILLS:
+        for variant in bench.prefill_variants(batch, length):
+            print_profile(f"prefill/B{batch}/L{length}, {variant.impl}", variant.run)
+
+
 def launches(bench: Bench) -> None:
     """Prints the time of a frame as the runtime launches it: n launches against one launch of n frames."""
     for batch in TARGETS:
@@ -245,6 +260,7 @@ def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes of the frame graph")
     parser.add_argument("--quick", action="store_true", help="only the cases that have a target, for a shorter time")
+    parser.add_argument("--profile", action="store_true", help="time by kernel instead of rows")
     parser.add_argument("--start-up", action="store_true", help="time of the start instead")
     options = parser.parse_args()
     options.batch = options.batch or (TARGETS if options.quick else BATCHES)
@@ -252,6 +268,8 @@ def main() -> None:
         smoke()
     elif options.start_up:
         start_up()
+    elif options.profile:
+        profile()
     else:
         measure(options)
 
