@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import bench_frame_graph
+from bench.models import random_model
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import bucket_for
@@ -145,3 +147,19 @@ def test_logits_that_are_not_finite_end_the_row_alone(model, alone):
     for row in (0, 2, 3, 4):
         count = alone.pool.frames[row]
         assert torch.equal(frame.pool.history[row, :count], alone.pool.history[row, :count])
+
+
+def test_the_benchmark_runs_without_a_gpu(capsys):
+    bench_frame_graph.smoke()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith(" ok") for line in lines) == 8
+
+
+def test_the_benchmark_refuses_a_wrong_step():
+    model = random_model("tiny", device="cpu", dtype=torch.bfloat16, layers=1)
+    bench = bench_frame_graph.Bench(model, 4, 24)
+    bench.frame.step.layers[0].o.mul_(1.05)
+    reference = random_model("tiny", device="cpu", dtype=torch.bfloat16, layers=1)
+    bench.model = reference
+    with pytest.raises(AssertionError, match="error of the hidden states"):
+        bench.check()
