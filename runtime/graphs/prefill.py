@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moss_kernels.kv_append import kv_append
 from moss_kernels.rms_norm import rms_norm
+from moss_kernels.silu_gate import silu_gate
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
 from moss_runtime.graphs.capture import GraphSet, bucket_for
 from moss_runtime.model.tts import MossTTS
@@ -164,7 +165,7 @@ class Prefill:
     def _layers(self, x: Tensor, cache: "PagedContext") -> None:
         """Run x [B*L, H] through the backbone for its keys and values; the last layer stops there."""
         step, eps = self._step, self.model.config.backbone.rms_norm_eps
-        normed = torch.empty_like(x)
+        normed, inner = torch.empty_like(x), x.new_empty(len(x), step.layers[0].down.shape[1])
         q = torch.zeros(len(x), step.layers[0].o.shape[1], dtype=x.dtype, device=x.device)
         for index, layer in enumerate(step.layers):
             last = index == len(step.layers) - 1
@@ -176,7 +177,7 @@ class Prefill:
             self._linear(cache.attend(index, q), layer.o, cache, residual=x)
             rms_norm(x, None, layer.mlp_norm, eps, normed)
             gate_up = self._linear(normed, layer.gate_up, cache)
-            inner = F.silu(gate_up[:, 0::2]) * gate_up[:, 1::2]
+            silu_gate(gate_up, inner)
             self._linear(inner, layer.down, cache, residual=x)
 
     def _linear(self, x: Tensor, weight: Tensor, cache: "PagedContext", residual: Tensor | None = None) -> Tensor:
