@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bench import harness
 from moss_kernels import _library
-from moss_kernels.ring_attention import ring_attention_reference, ring_visibility, rotate_interleaved
+from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, ring_visibility, rotate_interleaved
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import RING_CASES, RingCase, RingInputs
@@ -56,6 +56,8 @@ def _attention_variants(layers: list[RingInputs]) -> list[harness.Variant]:
         attention(*inputs.step, inputs.window, False, out)
 
     names = ["triton", "reference"] if first.qkv.is_cuda else ["reference"]
+    if first.qkv.is_cuda and _library.is_available() and cuda_kernel.takes(first.qkv, first.ring_k, False):
+        names.insert(0, "cuda")
     runs = [(name, partial(op, implementation("ring_attention", name)), layers) for name in names]
     return [
         harness.Variant(name, partial(_run_attention, run, inputs), partial(_check_attention, run, inputs[0]))

@@ -1,6 +1,6 @@
 // moss_ring_kv_write: each thread moves one 16-byte vector of a key and the same one of its value.
 #include "checks.h"
-#include "device/vector.cuh"
+#include "device/rotate.cuh"
 #include "launch.h"
 
 namespace moss {
@@ -9,24 +9,6 @@ namespace {
 constexpr char kOp[] = "ring_kv_write";
 constexpr int kThreads = 128;
 constexpr int kDimMultiple = 8, kMaxDim = 256;
-
-// Neighbouring pairs, rotated in fp32 without contraction and rounded once.
-template <typename T, int N>
-__device__ __forceinline__ Vector<T, N> rotate(Vector<T, N> x, const float* cos_sin) {
-  constexpr int kAngles = 4;
-#pragma unroll
-  for (int i = 0; i < N; i += kAngles) {
-    const auto angles = Vector<float, kAngles>::load(cos_sin + i);
-#pragma unroll
-    for (int j = 0; j < kAngles; j += 2) {
-      const float even = to_float(x.value[i + j]), odd = to_float(x.value[i + j + 1]);
-      const float c = angles.value[j], s = angles.value[j + 1];
-      x.value[i + j] = from_float<T>(__fsub_rn(__fmul_rn(even, c), __fmul_rn(odd, s)));
-      x.value[i + j + 1] = from_float<T>(__fadd_rn(__fmul_rn(even, s), __fmul_rn(odd, c)));
-    }
-  }
-  return x;
-}
 
 template <typename T, bool DEPENDENT>
 __global__ void __launch_bounds__(kThreads) ring_kv_write_kernel(const RingKvWriteParams params) {

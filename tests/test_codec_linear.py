@@ -6,7 +6,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from moss_kernels import _launch
-from moss_kernels.codec_linear import codec_linear, codec_linear_reference, layer_norm_sums, scratch_size, triton_kernel
+from moss_kernels.codec_linear import (
+    codec_linear,
+    codec_linear_reference,
+    cuda_kernel,
+    layer_norm_sums,
+    scratch_size,
+    triton_kernel,
+)
 from moss_kernels.codec_linear.tiles import Tile, candidates, tile_for
 
 KINDS = ["plain", "norm", "norm_gelu", "scale"]
@@ -173,12 +180,15 @@ def errors(actual, exact):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("m", [1, 15, 64, 480, 9000])
+@pytest.mark.parametrize("m", [1, 9, 15, 32, 64, 480, 9000])
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
-def test_bf16_is_as_close_as_eager_modules(kind, n, k, m, stream):
+def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
     arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
-    for implementation in (triton_kernel.codec_linear_triton, triton_kernel.codec_linear_library):
+    implementations = [triton_kernel.codec_linear_triton, triton_kernel.codec_linear_library]
+    if cuda_kernel.takes(arguments["x"], arguments["weight"], arguments.get("norm_weight")):
+        implementations.append(cuda_kernel.codec_linear_cuda)
+    for implementation in implementations:
         copy = arguments | {"out": arguments["out"].clone()}
         implementation(*positional(copy))
         assert errors(copy["out"], exact) <= 1.25 * errors(eager, exact), implementation.__name__

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,37 @@ def bf16_shapes():
     return [(rate * frames, heads, window) for rate, heads, window in CODEC_STAGES for frames in (1, 2, 3, 15)]
 
 
+def require_write_after(inputs: RingInputs, attended: torch.Tensor, device="cpu") -> None:
+    """The op with `write` gives `attended`, and the rings that `ring_kv_write_reference` gives."""
+    expected, inputs = inputs.to("cpu"), inputs.to(device)
+    ring_kv_write_reference(*expected.step)
+    require_equal("out", inputs.attend(partial(ring_attention, write=True)), attended)
+    for name in ("ring_k", "ring_v"):
+        require_equal(name, getattr(inputs, name).nan_to_num(), getattr(expected, name).nan_to_num())
+
+
+@pytest.mark.parametrize("capacity", [70, 13])
+def test_write_follows_the_attention(capacity):
+    inputs = make_inputs(capacity=capacity, window=capacity)
+    require_write_after(inputs, inputs.attend(ring_attention))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 30, 32, 40])
+@pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33)])
+def test_short_chunks_on_the_gpu(moss_library, tokens, capacity, window):
+    """Attention and write in one kernel up to 32 tokens, in two beyond; the same bits with and without the write."""
+    rows = [(slot, min(valid, tokens), offset) for slot, valid, offset in ROWS] + [(3, tokens, 200)]
+    inputs = make_inputs(
+        rows, capacity=capacity, window=window, tokens=tokens, heads=3, head_dim=64, dtype=torch.bfloat16
+    )
+    exact = inputs.exact_attention()
+    rounding = error(inputs.attend(ring_attention_reference), exact)
+    attended = inputs.to("cuda").attend(ring_attention)
+    assert error(attended, exact) <= 2 * rounding
+    require_write_after(inputs, attended, "cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_ring", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "window"), bf16_shapes())
@@ -109,10 +141,10 @@ def test_bf16_errs_at_most_twice_as_much_as_the_reference(tokens, heads, window,
 @pytest.mark.parametrize("case", [case for case in RING_CASES if case.batch == 64], ids=lambda case: case.name)
 def test_rows_do_not_depend_on_the_batch(case, dtype):
     inputs = case.inputs("cuda", dtype)
-    together = inputs.attend(triton_kernel.ring_attention_triton)
+    together = inputs.attend(ring_attention)
     for rows in (slice(0, 1), slice(17, 24), slice(63, 64)):
         part = {name: getattr(inputs, name)[rows] for name in ("qkv", "cos_sin", "slots", "valid")}
-        alone = dataclasses.replace(inputs, **part).attend(triton_kernel.ring_attention_triton)
+        alone = dataclasses.replace(inputs, **part).attend(ring_attention)
         require_equal("out", alone, together[rows])
 
 
@@ -154,19 +186,21 @@ def test_all_padding_in_the_interpreter():
     assert (inputs.attend(triton_kernel.ring_attention_triton) == 0).all()
 
 
-def op_arguments(device="cpu") -> dict[str, object]:
+def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
     inputs = make_inputs().to(device)
-    inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in ("qkv", "cos_sin")})
+    floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
+    inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
     out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
-    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out), strict=True))
+    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write), strict=True))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device):
-    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(op_arguments(device).values()))
+def test_opcheck(device, write):
+    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(op_arguments(device, write=write).values()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,6 +238,7 @@ def _wrong(name, error, message, value):
         _wrong("window", ValueError, r"1 \.\. C = 70, got 71", lambda x: 71),
         _wrong("out", ValueError, r"\[B, T, H\*D\]", lambda x: x[:, 1:].contiguous()),
         _wrong("out", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
+        _wrong("write", ValueError, "False for a chunk that is in the ring already", lambda x: True),
     ],
 )
 def test_wrong_argument_is_named(name, error, message, value):
@@ -211,6 +246,8 @@ def test_wrong_argument_is_named(name, error, message, value):
     changed = {name: value(arguments[name])}
     if name == "ring_k" and "even" in message:
         changed["ring_v"] = changed["ring_k"]
+    if name == "write":
+        changed["chunk_in_ring"] = True
     with pytest.raises(error, match=rf"`ring_attention`: `{name}` must .*{message}"):
         ring_attention(**arguments | changed)
 

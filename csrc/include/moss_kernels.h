@@ -306,6 +306,67 @@ typedef struct RingKvWriteParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 
+/* ---- codec_linear ---------------------------------------------------------------------------------------------- */
+
+/* gelu(norm(x) @ weight^T) stored in `out`, or scale times the product added to `out`, for few rows; sums in fp32. The norm
+ * is LayerNorm with eps 1e-5, GELU the exact one. Tensors are contiguous and bf16 where no dtype is given. */
+typedef struct CodecLinearParams {
+  uint32_t struct_size;    /* sizeof(CodecLinearParams) */
+  uint32_t abi_version;    /* MOSS_ABI_VERSION */
+  int32_t rows;            /* M, 0 .. 32 */
+  int32_t outputs;         /* N, even */
+  int32_t inputs;          /* K, a multiple of 32 */
+  MossDtype x_dtype;       /* MOSS_BFLOAT16, or with a norm MOSS_FLOAT32 too */
+  MossDtype out_dtype;     /* MOSS_BFLOAT16 or MOSS_FLOAT32 */
+  int32_t gelu;            /* 1: GELU follows the product */
+  const void* x;           /* [M, K] of `x_dtype`, aligned to 16 bytes */
+  const void* weight;      /* [N, K] aligned to 16 bytes; read before the wait of a dependent launch, as the next three */
+  const void* norm_weight; /* [K] aligned to 16 bytes; null: no norm */
+  const float* norm_sums;  /* [2, N] weight @ norm_weight and weight @ norm_bias, aligned to 8 bytes; null: no norm */
+  const void* scale;       /* [N] null: the result is stored, not added */
+  void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
+  int32_t reserved;
+  void* stream; /* cudaStream_t */
+} CodecLinearParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_codec_linear(const CodecLinearParams* params);
+
+/* ---- ring_attention -------------------------------------------------------------------------------------------- */
+
+/* Attention of a short chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
+ * the keys max(0, p - window + 1) .. p. Queries and keys of the chunk are rotated here as by moss_ring_kv_write. The
+ * rings hold the tokens before the chunk; with `write` its keys and values are stored after the attention, exactly as
+ * moss_ring_kv_write does. All tensors are contiguous and bf16 where no dtype is given; rows with valid tokens name
+ * different slots. */
+typedef struct RingAttentionParams {
+  uint32_t struct_size;  /* sizeof(RingAttentionParams) */
+  uint32_t abi_version;  /* MOSS_ABI_VERSION */
+  int32_t batch;         /* B, 0 .. 65535 */
+  int32_t tokens;        /* T, 0 .. 32 */
+  int32_t heads;         /* H, 1 .. 65535 */
+  int32_t head_dim;      /* D, 64 */
+  int32_t capacity;      /* C, >= 1 */
+  int32_t window;        /* 1 .. C, the query itself included */
+  int32_t ring_slots;    /* S+1 */
+  int32_t write;         /* 1: store the chunk in the rings */
+  float scale;           /* of the scores, times log2 e */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
+  const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
+  void* ring_k;          /* [S+1, H, C, D] read; row S is the null slot, which no row with valid tokens names */
+  void* ring_v;          /* [S+1, H, C, D] read */
+  const int32_t* slots;  /* [B] 0 .. S (not checked on the device) */
+  const int32_t* valid;  /* [B] 0 .. T (not checked on the device) */
+  const int64_t* offset; /* [S+1] tokens that each slot had consumed before this chunk */
+  void* out;             /* [B, T, H*D] written; 0 for tokens at or beyond `valid` */
+  void* stream;          /* cudaStream_t */
+} RingAttentionParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_ring_attention(const RingAttentionParams* params);
+
 #ifdef __cplusplus
 }
 #endif

@@ -4,6 +4,7 @@ import torch
 
 from moss_kernels import _checks, _library
 
+from . import cuda_kernel
 from .reference import codec_linear_reference, layer_norm_sums
 
 __all__ = ["codec_linear", "codec_linear_reference", "layer_norm_sums", "scratch_size"]
@@ -66,7 +67,12 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    if _library.backend_for(_OP, ("triton", "reference"), arguments[0].device) == "triton":
+    few = cuda_kernel.takes(*arguments[:3])
+    backends = ("cuda", "triton", "reference") if few else ("triton", "reference")
+    backend = _library.backend_for(_OP, backends, arguments[0].device)
+    if backend == "cuda":
+        implementation = cuda_kernel.codec_linear_cuda
+    elif backend == "triton":
         from .triton_kernel import codec_linear_triton as implementation
     else:
         implementation = _reference

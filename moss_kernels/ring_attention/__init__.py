@@ -1,9 +1,12 @@
 """`ring_attention`: windowed causal attention of a chunk over the ring of its slot, read in place, and over itself."""
 
+from collections.abc import Callable
+
 import torch
 
 from moss_kernels import _checks, _library
 
+from . import cuda_kernel
 from .reference import masked_attention, ring_attention_reference, ring_visibility, rope_tables, rotate_interleaved
 
 __all__ = [
@@ -17,6 +20,10 @@ __all__ = [
 ]
 
 _OP = "ring_attention"
+# Backends that take any chunk.
+_ANY_SIZE = ("triton", "reference")
+# Arguments that `ring_kv_write` has too, and the place of `write`.
+_SHARED, _WRITE = 7, 10
 
 
 def check_ring_step(
@@ -64,10 +71,13 @@ def _check(
     window: int,
     chunk_in_ring: bool,
     out: torch.Tensor,
+    write: bool = False,
 ) -> None:
     sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset)
     if not 1 <= window <= sizes["C"]:
         raise ValueError(f"`{_OP}`: `window` must be in 1 .. C = {sizes['C']}, got {window}")
+    if write and chunk_in_ring:
+        raise ValueError(f"`{_OP}`: `write` must be False for a chunk that is in the ring already, got True")
     _checks.require_shape(_OP, "out", out, "[B, T, H*D]", sizes)
     _checks.require_dtype(_OP, "out", out, qkv.dtype)
     _checks.require_device(_OP, "out", out, qkv.device)
@@ -76,21 +86,33 @@ def _check(
 
 def _run_cpu(*arguments: object) -> None:
     _check(*arguments)
-    ring_attention_reference(*arguments)
+    _attend_and_write(ring_attention_reference, *arguments)
 
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    if _library.backend_for(_OP, ("triton", "reference"), arguments[0].device) == "triton":
+    qkv, ring_k, chunk_in_ring = arguments[0], arguments[2], arguments[8]
+    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, chunk_in_ring) else _ANY_SIZE
+    backend = _library.backend_for(_OP, backends, qkv.device)
+    if backend == "cuda":
+        return cuda_kernel.ring_attention_cuda(*arguments)
+    if backend == "triton":
         from .triton_kernel import ring_attention_triton as implementation
     else:
         implementation = ring_attention_reference
-    implementation(*arguments)
+    return _attend_and_write(implementation, *arguments)
+
+
+def _attend_and_write(attention: Callable[..., None], *arguments: object) -> None:
+    *step, write = arguments if len(arguments) > _WRITE else (*arguments, False)
+    attention(*step)
+    if write:
+        torch.ops.moss.ring_kv_write(*step[:_SHARED])
 
 
 _library.OPS.define(
-    "ring_attention(Tensor qkv, Tensor cos_sin, Tensor ring_k, Tensor ring_v, Tensor slots, Tensor valid, "
-    "Tensor offset, int window, bool chunk_in_ring, Tensor(a!) out) -> ()"
+    "ring_attention(Tensor qkv, Tensor cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
+    "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -108,15 +130,16 @@ def ring_attention(
     window: int,
     chunk_in_ring: bool,
     out: torch.Tensor,
+    write: bool = False,
 ) -> None:
-    """Attention of one layer of the codec over a chunk of tokens of each row's stream; the rings are only read.
+    """Attention of one layer of the codec over a chunk of tokens of each row's stream.
 
     Queries and the chunk's own keys are rotated here (interleaved pairs, in float32, rounded once). The query at
     position p sees the keys max(0, p - window + 1) .. p; scores, softmax and the weighted sum accumulate in float32.
 
-    With `chunk_in_ring` False the ring is the one from before the chunk, and `ring_kv_write` follows: streaming then
-    equals full-length attention with the same window for every way of cutting a stream into chunks, and a capacity of
-    `window` is enough. With True the chunk was written before and only `q` of `qkv` is read: the released streaming
+    With `chunk_in_ring` False the ring is the one from before the chunk, and `ring_kv_write` follows, or is part of
+    this op (`write`): streaming then equals full-length attention with the same window for every way of cutting a
+    stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of `qkv` is read: the released streaming
     decoder, whose chunks evict keys that their own queries still need.
 
     A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
@@ -126,7 +149,7 @@ def ring_attention(
         qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.
         cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t.
         ring_k: [S+1, H, C, D], the dtype of `qkv`. Rotated keys; token n of a stream lies at n mod C. Row S is the
-            null slot of padding.
+            null slot of padding. Read, and with `write` written after that.
         ring_v: [S+1, H, C, D], likewise. Values.
         slots: [B] int32, 0 .. S (not checked). No two rows with valid tokens name the same slot.
         valid: [B] int32, 0 .. T (not checked). Valid tokens of each row.
@@ -135,6 +158,8 @@ def ring_attention(
         chunk_in_ring: whether the rings hold this chunk already.
         out: [B, T, H*D], the dtype of `qkv`, written; 0 for tokens at or beyond `valid`, and for a query that sees no
             key (an oversized chunk, T > C, with `chunk_in_ring`).
+        write: whether the chunk's keys and values are stored in the rings after the attention, as `ring_kv_write`
+            does; not with `chunk_in_ring`.
 
     Raises:
         ValueError: A shape, range, layout or device is wrong; the message names the argument.
@@ -143,4 +168,4 @@ def ring_attention(
 
     Graph-safe: yes.
     """
-    torch.ops.moss.ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out)
+    torch.ops.moss.ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write)

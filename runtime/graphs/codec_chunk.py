@@ -9,7 +9,6 @@ import torch
 from moss_kernels.codec_linear import codec_linear
 from moss_kernels.dequantize_codes import dequantize_codes
 from moss_kernels.ring_attention import ring_attention, rope_tables
-from moss_kernels.ring_kv_write import ring_kv_write
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.stream import check_step
@@ -284,8 +283,7 @@ class CodecChunk:
         for index, layer in enumerate(stage.layers):
             step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
             codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
-            ring_attention(*step, config.context, False, attended)
-            ring_kv_write(*step)
+            ring_attention(*step, config.context, False, attended, write=True)
             codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
             codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)

@@ -1,0 +1,292 @@
+// moss_codec_linear: for few rows, where the time is that of streaming the weights. A block takes a few outputs; its
+// warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
+// for before the kernel waits for the one ahead of it.
+#include "checks.h"
+#include "device/mma.cuh"
+#include "device/vector.cuh"
+#include "launch.h"
+
+namespace moss {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr char kOp[] = "codec_linear";
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kChunk = 32;     // inputs that a warp takes at once
+constexpr int kTile = 8;       // rows or columns of a tile of the product
+constexpr int kMaxRows = 32;
+constexpr float kNormEps = 1e-5f;
+
+// Sum and sum of squares of a row's inputs.
+struct Moments {
+  float sum, squares;
+
+  __device__ __forceinline__ void add(float2 x) {
+    sum += x.x + x.y;
+    squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
+  }
+};
+
+// Eight inputs of a row as they are stored.
+template <typename X>
+struct Inputs;
+
+template <>
+struct Inputs<bf16> {
+  uint4 words;
+
+  __device__ __forceinline__ void load(const bf16* x) { words = __ldcg(reinterpret_cast<const uint4*>(x)); }
+  __device__ __forceinline__ void clear() { words = {}; }
+  template <bool NORM>
+  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
+    if constexpr (!NORM) return words;
+    const uint32_t x[4] = {words.x, words.y, words.z, words.w};
+    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      moments.add(unpack_bf16(x[i]));
+      const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x[i]),
+                                             reinterpret_cast<const __nv_bfloat162&>(g[i]));
+      y[i] = reinterpret_cast<const uint32_t&>(product);
+    }
+    return {y[0], y[1], y[2], y[3]};
+  }
+};
+
+template <>
+struct Inputs<float> {
+  float4 low, high;
+
+  __device__ __forceinline__ void load(const float* x) {
+    low = __ldcg(reinterpret_cast<const float4*>(x));
+    high = __ldcg(reinterpret_cast<const float4*>(x) + 1);
+  }
+  __device__ __forceinline__ void clear() { low = high = {}; }
+  template <bool NORM>
+  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
+    const float2 x[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
+    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 scale = NORM ? unpack_bf16(g[i]) : float2{1.0f, 1.0f};
+      if constexpr (NORM) moments.add(x[i]);
+      y[i] = pack_bf16(x[i].x * scale.x, x[i].y * scale.y);
+    }
+    return {y[0], y[1], y[2], y[3]};
+  }
+};
+
+__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+
+// ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
+template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
+__global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kernel(const CodecLinearParams params) {
+  constexpr int kOutputs = COLUMNS * kTile;
+  constexpr int kPairs = (ROWS + 1) / 2;             // 16 rows, as one product has
+  constexpr int kPitch = kOutputs + (COLUMNS > 1) * kTile;  // so that a warp's rows lie in different banks
+  // Chunks whose inputs a thread loads at once: as the weights leave room in registers.
+  constexpr int kInFlight = BATCH <= 5 ? 12 : BATCH <= 12 ? 6 : 3;
+  constexpr int kFit = kInFlight / ROWS > 0 ? kInFlight / ROWS : 1;
+  constexpr int kAtOnce = kFit < BATCH ? kFit : BATCH;
+  __shared__ float2 partial[kPairs][kWarps][16][kPitch / 2];
+  __shared__ Moments moments_of[NORM ? kWarps : 1][NORM ? ROWS * kTile : 1];
+
+  const int rows = params.rows, outputs = params.outputs, inputs = params.inputs;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  const int first = blockIdx.x * kOutputs;
+  const int chunks = inputs / kChunk, share = (chunks + kWarps - 1) / kWarps;
+  const int begin = min(warp * share, chunks), end = min(begin + share, chunks);
+  const int own_input = begin * kChunk + quarter * 8;
+
+  cudaTriggerProgrammaticLaunchCompletion();
+  const bf16* weight[COLUMNS];
+  uint4 held[BATCH][COLUMNS];
+  const auto load_batch = [&](int batch) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j)
+        held[i][j] = begin + batch + i < end ? load_weights(weight[j] + (batch + i) * kChunk) : uint4{};
+  };
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j) {
+    const int column = min(first + j * kTile + group, outputs - 1);
+    weight[j] = static_cast<const bf16*>(params.weight) + static_cast<int64_t>(column) * inputs + own_input;
+  }
+  load_batch(0);
+
+  // After the products each thread finishes two neighbouring outputs of a row in each 16 rows.
+  const int out_row = threadIdx.x / (kOutputs / 2), out_pair = threadIdx.x % (kOutputs / 2);
+  const int column = first + 2 * out_pair;
+  const bool finishes = out_row < 16 && column < outputs;
+  float2 scale = {}, weight_sum = {}, bias_sum = {};
+  if (finishes && NORM) {
+    weight_sum = *reinterpret_cast<const float2*>(params.norm_sums + column);
+    bias_sum = *reinterpret_cast<const float2*>(params.norm_sums + outputs + column);
+  }
+  if (finishes && params.scale)
+    scale = unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(params.scale) + column));
+  cudaGridDependencySynchronize();
+
+  float2 residual[kPairs] = {};
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    const int row = 16 * p + out_row;
+    const int64_t place = static_cast<int64_t>(row) * outputs + column;
+    if (!params.scale || !finishes || row >= rows) continue;
+    residual[p] = params.out_dtype == MOSS_FLOAT32
+                      ? __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(params.out) + place))
+                      : unpack_bf16(__ldcg(reinterpret_cast<const uint32_t*>(static_cast<bf16*>(params.out) + place)));
+  }
+
+  float product[kPairs][COLUMNS][4] = {};
+  Moments moments[ROWS] = {};
+  const X* x = static_cast<const X*>(params.x) + static_cast<int64_t>(group) * inputs + own_input;
+  const bf16* norm_weight = static_cast<const bf16*>(params.norm_weight) + own_input;
+#pragma unroll 1
+  for (int batch = 0; begin + batch < end; batch += BATCH) {
+    if (batch > 0) load_batch(batch);
+#pragma unroll
+    for (int i = 0; i < BATCH; i += kAtOnce) {
+      Inputs<X> loaded[kAtOnce][ROWS];
+      uint4 gain[kAtOnce] = {};
+#pragma unroll
+      for (int a = 0; a < kAtOnce && i + a < BATCH; ++a) {
+        const bool inside = begin + batch + i + a < end;
+        const int input = (batch + i + a) * kChunk;
+        if (NORM && inside) gain[a] = load_weights(norm_weight + input);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          loaded[a][r].clear();
+          if (inside && r * kTile + group < rows)
+            loaded[a][r].load(x + static_cast<int64_t>(r * kTile) * inputs + input);
+        }
+      }
+#pragma unroll
+      for (int a = 0; a < kAtOnce && i + a < BATCH; ++a) {
+        uint4 operand[2 * kPairs] = {};
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+          operand[r] = loaded[a][r].template operand<NORM>(gain[a], moments[r]);
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j)
+            mma(product[p][j], operand[2 * p], operand[2 * p + 1], held[i + a][j]);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+      partial[p][warp][group][j * (kTile / 2) + quarter] = {product[p][j][0], product[p][j][1]};
+      if (2 * p + 1 < ROWS)
+        partial[p][warp][group + 8][j * (kTile / 2) + quarter] = {product[p][j][2], product[p][j][3]};
+    }
+  if constexpr (NORM) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        moments[r].sum += __shfl_xor_sync(0xffffffffu, moments[r].sum, distance);
+        moments[r].squares += __shfl_xor_sync(0xffffffffu, moments[r].squares, distance);
+      }
+      if (quarter == 0) moments_of[warp][r * kTile + group] = moments[r];
+    }
+  }
+  __syncthreads();
+
+  if (!finishes) return;
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    const int row = 16 * p + out_row;
+    if (row >= rows) return;
+    float2 y = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      y.x += partial[p][w][out_row][out_pair].x;
+      y.y += partial[p][w][out_row][out_pair].y;
+    }
+    if constexpr (NORM) {
+      Moments total = {};
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        total.sum += moments_of[w][row].sum;
+        total.squares += moments_of[w][row].squares;
+      }
+      const float mean = total.sum / inputs;
+      const float factor = rsqrtf(fmaxf(total.squares / inputs - mean * mean, 0.0f) + kNormEps);
+      y.x = (y.x - mean * weight_sum.x) * factor + bias_sum.x;
+      y.y = (y.y - mean * weight_sum.y) * factor + bias_sum.y;
+    }
+    if (params.gelu) y = {gelu(y.x), gelu(y.y)};
+    if (params.scale) y = {fmaf(scale.x, y.x, residual[p].x), fmaf(scale.y, y.y, residual[p].y)};
+    const int64_t place = static_cast<int64_t>(row) * outputs + column;
+    if (params.out_dtype == MOSS_FLOAT32)
+      *reinterpret_cast<float2*>(static_cast<float*>(params.out) + place) = y;
+    else
+      *reinterpret_cast<uint32_t*>(static_cast<bf16*>(params.out) + place) = pack_bf16(y.x, y.y);
+  }
+}
+
+template <int COLUMNS, int BATCH, bool NORM, typename X>
+MossStatus launch(const CodecLinearParams& params) {
+  auto* kernel = params.rows <= 8    ? codec_linear_kernel<1, COLUMNS, BATCH, NORM, X>
+                 : params.rows <= 16 ? codec_linear_kernel<2, COLUMNS, BATCH, NORM, X>
+                                     : codec_linear_kernel<4, COLUMNS, BATCH, NORM, X>;
+  const int outputs = COLUMNS * kTile;
+  return launch_kernel(kOp, kernel, params, dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
+}
+
+// Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes.
+MossStatus dispatch(const CodecLinearParams& params) {
+  const int share = (params.inputs / kChunk + kWarps - 1) / kWarps;
+  if (params.norm_weight) {
+    const bool wide = params.x_dtype == MOSS_FLOAT32;
+    if (share <= 3) return wide ? launch<2, 3, true, float>(params) : launch<2, 3, true, bf16>(params);
+    return wide ? launch<2, 5, true, float>(params) : launch<2, 5, true, bf16>(params);
+  }
+  if (share <= 3) return params.outputs > 1536 ? launch<2, 3, false, bf16>(params) : launch<1, 3, false, bf16>(params);
+  if (share <= 5) return params.outputs > 2048 ? launch<2, 5, false, bf16>(params) : launch<1, 5, false, bf16>(params);
+  if (share <= 12) return launch<1, 12, false, bf16>(params);
+  return launch<1, 20, false, bf16>(params);
+}
+
+MossStatus check(const CodecLinearParams& params) {
+  MossStatus status = check_range(kOp, "rows", params.rows, 0, kMaxRows);
+  if (status == MOSS_OK) status = check_at_least(kOp, "outputs", params.outputs, 2);
+  if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kChunk);
+  if (status == MOSS_OK && (params.outputs % 2 != 0 || params.inputs % kChunk != 0))
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                       "`%s`: `outputs` must be even and `inputs` a multiple of %d, got %d and %d", kOp, kChunk,
+                       params.outputs, params.inputs);
+  if (status == MOSS_OK) status = check_dtype(kOp, "x_dtype", params.x_dtype);
+  if (status == MOSS_OK) status = check_dtype(kOp, "out_dtype", params.out_dtype);
+  const bool supported = params.x_dtype == MOSS_BFLOAT16 || (params.x_dtype == MOSS_FLOAT32 && params.norm_weight);
+  if (status == MOSS_OK && (!supported || params.out_dtype == MOSS_FLOAT16))
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                       "`%s`: `x_dtype` must be bfloat16, or float32 with a norm, `out_dtype` bfloat16 or float32", kOp);
+  if (status == MOSS_OK) status = check_pointer(kOp, "x", params.x, 16);
+  if (status == MOSS_OK) status = check_pointer(kOp, "weight", params.weight, 16);
+  if (status == MOSS_OK) status = check_pointer(kOp, "norm_weight", params.norm_weight, 16, true);
+  if (status == MOSS_OK) status = check_pointer(kOp, "norm_sums", params.norm_sums, 8, params.norm_weight == nullptr);
+  if (status == MOSS_OK) status = check_pointer(kOp, "scale", params.scale, 4, true);
+  if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 8);
+  return status;
+}
+
+}  // namespace
+}  // namespace moss
+
+extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
+  using namespace moss;
+  MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
+  if (status == MOSS_OK) status = check(*params);
+  return status == MOSS_OK ? dispatch(*params) : status;
+}

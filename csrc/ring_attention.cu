@@ -1,0 +1,325 @@
+// moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring.
+//
+// One block per head and batch row. Its warps share the keys, 16 at a time, and go straight from global memory to the
+// tensor cores: a thread loads 16 contiguous bytes of a key (see device/mma.cuh) or of a value. Their partial softmaxes
+// are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are written.
+#include "checks.h"
+#include "device/mma.cuh"
+#include "device/rotate.cuh"
+#include "launch.h"
+
+namespace moss {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr char kOp[] = "ring_attention";
+constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
+constexpr int kTileKeys = 16, kTileQueries = 16;
+constexpr int kMaxTokens = 32;
+// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
+constexpr float kLowest = -3.0e38f;
+
+// What a thread, 4 * g + t of its warp, holds of 16 keys and values.
+struct KeyTile {
+  uint4 key[2][2];  // [8 keys: key g][32 dimensions: 8t .. 8t + 7]
+  uint4 value[4];   // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 8g .. 8g + 7
+};
+
+__device__ __forceinline__ int value_key(int i, int quarter) { return 2 * quarter + i % 2 + i / 2 * 8; }
+
+// The ring of one head: `tiles` of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
+struct Ring {
+  const bf16 *keys, *values;
+  int first, edge, capacity;  // edge: position of token 0
+
+  __device__ __forceinline__ unsigned place(int token) const {
+    const int position = edge + token;
+    return static_cast<unsigned>(position < 0 ? position + capacity : position) * kHeadDim;
+  }
+  __device__ __forceinline__ void load_keys(KeyTile& tile, int index, int group, int quarter) const {
+    const int start = first + index * kTileKeys;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = start + 8 * i + group;
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        tile.key[i][j] =
+            token < 0 ? __ldcg(reinterpret_cast<const uint4*>(keys + place(token) + 32 * j + 8 * quarter)) : uint4{};
+    }
+  }
+  __device__ __forceinline__ void load_values(KeyTile& tile, int index, int group, int quarter) const {
+    const int start = first + index * kTileKeys;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = start + value_key(i, quarter);
+      tile.value[i] =
+          token < 0 ? __ldcg(reinterpret_cast<const uint4*>(values + place(token) + 8 * group)) : uint4{};
+    }
+  }
+};
+
+// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
+struct Softmax {
+  float highest[2] = {kLowest, kLowest};
+  float total[2] = {};               // of this thread's keys alone
+  float result[kPieces][4] = {};     // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
+
+  // Scores of a tile's keys, to be handed to `add`.
+  static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
+  }
+  // `query`, `key`: tokens of row g and of this thread's first key; keys at or beyond `end` do not count.
+  __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end, int window,
+                                      float scale) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float highest_now = highest[h];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = key + i % 2 + i / 2 * 8, ahead = query + 8 * h - token;
+        float& s = score[i / 2][2 * h + i % 2];
+        s = token < end && ahead >= 0 && ahead < window ? s * scale : -INFINITY;
+        highest_now = fmaxf(highest_now, s);
+      }
+      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 1));
+      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 2));
+      const float kept = exp2_approx(highest[h] - highest_now);
+      highest[h] = highest_now;
+      total[h] *= kept;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        result[j][2 * h] *= kept;
+        result[j][2 * h + 1] *= kept;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = score[i / 2][2 * h + i % 2];
+        s = exp2_approx(s - highest_now);
+        total[h] += s;
+      }
+    }
+    uint32_t weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
+    const uint32_t* values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      values[i] = reinterpret_cast<const uint32_t*>(&tile.value[i]);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const unsigned select = j % 2 ? 0x7632 : 0x5410;
+      mma(result[j], weights[0], weights[1], weights[2], weights[3],
+          __byte_perm(values[0][j / 2], values[1][j / 2], select),
+          __byte_perm(values[2][j / 2], values[3][j / 2], select));
+    }
+  }
+};
+
+// The chunk of one head, rotated, in shared memory.
+template <int TOKENS>
+struct Chunk {
+  uint4 query[TOKENS][kPieces], key[TOKENS][kPieces], value[TOKENS][kPieces];
+
+  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, int threads) {
+    const int width = params.heads * kHeadDim;
+    for (int i = threadIdx.x; i < TOKENS * kPieces; i += threads) {
+      const int token = i / kPieces, piece = i % kPieces;
+      uint4 q = {}, k = {}, v = {};
+      if (token < valid) {
+        const int64_t place = row * params.tokens + token;
+        const bf16* source = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
+        const float* angles = params.cos_sin + place * kHeadDim + 8 * piece;
+        q = __ldcg(reinterpret_cast<const uint4*>(source));
+        k = __ldcg(reinterpret_cast<const uint4*>(source + width));
+        v = __ldcg(reinterpret_cast<const uint4*>(source + 2 * width));
+        using Piece = Vector<bf16, 8>;
+        reinterpret_cast<Piece&>(q) = rotate(reinterpret_cast<Piece&>(q), angles);
+        reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles);
+      }
+      query[token][piece] = q;
+      key[token][piece] = k;
+      value[token][piece] = v;
+    }
+  }
+  __device__ __forceinline__ void tile(KeyTile& tile, int index, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      tile.key[i / 2][i % 2] = key[index * kTileKeys + i / 2 * 8 + group][i % 2 * 4 + quarter];
+      tile.value[i] = value[index * kTileKeys + value_key(i, quarter)][group];
+    }
+  }
+  __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      q[i / 2][i % 2] = query[index * kTileQueries + i / 2 * 8 + group][i % 2 * 4 + quarter];
+  }
+};
+
+// What the next layers' rings hold of a slot, into L2. The slot and its offset may be stale here: they are hints.
+__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, int64_t row, int head, int threads) {
+  const int slot = *static_cast<volatile const int32_t*>(params.slots + row);
+  if (slot < 0 || slot >= params.ring_slots) return;
+  const int64_t held = *static_cast<volatile const int64_t*>(params.offset + slot);
+  const int64_t ring = (static_cast<int64_t>(slot) * params.heads + head) * params.capacity * kHeadDim;
+  const int count = static_cast<int>(held < params.capacity ? held : params.capacity);
+  for (int i = threadIdx.x; i < count; i += threads) {
+    prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
+    prefetch_l2(static_cast<const bf16*>(params.ring_v) + ring + i * kHeadDim);
+  }
+}
+
+// QUERY_TILES: of 16 tokens.
+template <int QUERY_TILES, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_kernel(const RingAttentionParams params) {
+  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries;
+  __shared__ Chunk<kTokens> chunk;
+  __shared__ float4 partial[WARPS][kTileQueries][kHeadDim / 4];
+  __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
+
+  const int head = blockIdx.x;
+  const int64_t row = blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (params.dependent_launch) prefetch_ring(params, row, head, kThreads);
+  cudaGridDependencySynchronize();
+
+  const int64_t slot = params.slots[row];
+  const int valid = params.valid[row];
+  const int64_t start = params.offset[slot];
+  const int64_t base = (slot * params.heads + head) * params.capacity * kHeadDim;
+  bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
+  bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
+  const int held = static_cast<int>(start < params.window - 1 ? start : params.window - 1);
+  const int edge = static_cast<int>(start % params.capacity);
+  const Ring ring = {ring_k, ring_v, -held, edge, params.capacity};
+  const int ring_tiles = valid > 0 ? (held + kTileKeys - 1) / kTileKeys : 0;
+  const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
+
+  KeyTile tile;
+  if (warp < ring_tiles) {
+    ring.load_keys(tile, warp, group, quarter);
+    ring.load_values(tile, warp, group, quarter);
+  }
+  chunk.load(params, row, head, valid, kThreads);
+  __syncthreads();
+
+  Softmax softmax[QUERY_TILES];
+#pragma unroll 1
+  for (int index = warp; index < tiles; index += WARPS) {
+    const bool own = index >= ring_tiles;
+    if (own) chunk.tile(tile, index - ring_tiles, group, quarter);
+    const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
+    float score[QUERY_TILES][2][4] = {};
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES; ++i) {
+      uint4 q[2][2];
+      chunk.queries(q, i, group, quarter);
+      Softmax::multiply(score[i], tile, q);
+    }
+    // What follows hides the time of the next loads.
+    const int next = index + WARPS;
+    if (next < ring_tiles) ring.load_keys(tile, next, group, quarter);
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES; ++i)
+      softmax[i].add(score[i], tile, i * kTileQueries + group, key + 2 * quarter, own ? valid : 0, params.window,
+                     params.scale);
+    if (next < ring_tiles) ring.load_values(tile, next, group, quarter);
+  }
+
+#pragma unroll
+  for (int i = 0; i < QUERY_TILES; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float& total = softmax[i].total[h];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const int local = group + 8 * h, token = i * kTileQueries + local;
+      if (quarter == 0) sums[warp][token] = {softmax[i].highest[h], total};
+      if (token < valid) {
+        const auto& result = softmax[i].result;
+#pragma unroll
+        for (int d = 0; d < 4; ++d)
+          partial[warp][local][4 * quarter + d] = {
+              result[d % 2 * 4][2 * h + d / 2], result[d % 2 * 4 + 1][2 * h + d / 2],
+              result[d % 2 * 4 + 2][2 * h + d / 2], result[d % 2 * 4 + 3][2 * h + d / 2]};
+      }
+    }
+    __syncthreads();
+    for (int item = threadIdx.x; item < kTileQueries * kHeadDim / 4; item += kThreads) {
+      const int local = item / (kHeadDim / 4), part = item % (kHeadDim / 4), token = i * kTileQueries + local;
+      if (token >= params.tokens) break;
+      float4 y = {};
+      if (token < valid) {
+        float highest = kLowest, total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w)
+          highest = fmaxf(highest, sums[w][token].x);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          const float weight = exp2_approx(sums[w][token].x - highest);
+          const float4 x = partial[w][local][part];
+          total += weight * sums[w][token].y;
+          y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
+        }
+        const float factor = 1.0f / total;
+        y = {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
+      }
+      const int64_t place = (row * params.tokens + token) * params.heads + head;
+      *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + place * kHeadDim + 4 * part) = {
+          pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
+    }
+    if (i + 1 < QUERY_TILES) __syncthreads();
+  }
+
+  if (!params.write) return;
+  // Of an oversized chunk the last tokens stay; the others would be written to the same places.
+  const int oldest = valid > params.capacity ? valid - params.capacity : 0;
+  for (int item = threadIdx.x + oldest * kPieces; item < valid * kPieces; item += kThreads) {
+    const int token = item / kPieces, piece = item % kPieces;
+    const int64_t place = static_cast<int64_t>((edge + token) % params.capacity) * kHeadDim + 8 * piece;
+    *reinterpret_cast<uint4*>(ring_k + place) = chunk.key[token][piece];
+    *reinterpret_cast<uint4*>(ring_v + place) = chunk.value[token][piece];
+  }
+}
+
+MossStatus check(const RingAttentionParams& params) {
+  MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
+  if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, kMaxTokens);
+  if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
+  if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kHeadDim, kHeadDim);
+  if (status == MOSS_OK) status = check_at_least(kOp, "capacity", params.capacity, 1);
+  if (status == MOSS_OK) status = check_range(kOp, "window", params.window, 1, params.capacity);
+  if (status == MOSS_OK) status = check_at_least(kOp, "ring_slots", params.ring_slots, 1);
+  const struct {
+    const char* name;
+    const void* pointer;
+    size_t bytes;
+  } pointers[] = {
+      {"qkv", params.qkv, 16},     {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
+      {"ring_v", params.ring_v, 16}, {"slots", params.slots, 4},      {"valid", params.valid, 4},
+      {"offset", params.offset, 8},  {"out", params.out, 16},
+  };
+  for (const auto& entry : pointers)
+    if (status == MOSS_OK) status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes);
+  return status;
+}
+
+}  // namespace
+}  // namespace moss
+
+extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
+  using namespace moss;
+  MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK && (params->batch == 0 || params->tokens == 0)) return MOSS_OK;
+  if (status == MOSS_OK) status = check(*params);
+  if (status != MOSS_OK) return status;
+  const dim3 grid(params->heads, params->batch);
+  return params->tokens <= kTileQueries ? launch_kernel(kOp, ring_attention_kernel<1, 8>, *params, grid, dim3(256))
+                                        : launch_kernel(kOp, ring_attention_kernel<2, 4>, *params, grid, dim3(128));
+}

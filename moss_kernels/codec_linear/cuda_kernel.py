@@ -1,0 +1,93 @@
+"""`codec_linear` for few rows in CUDA C++: the call into libmoss_kernels.so."""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
+
+MAX_ROWS = 32
+_INPUTS_MULTIPLE = 32
+
+
+class CodecLinearParams(ctypes.Structure):
+    """CodecLinearParams of csrc/include/moss_kernels.h, which says what each field means."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("abi_version", ctypes.c_uint32),
+        ("rows", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int),
+        ("out_dtype", ctypes.c_int),
+        ("gelu", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("norm_sums", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("dependent_launch", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None) -> bool:
+    """Whether there is a kernel for these sizes and dtypes."""
+    m, (n, k) = x.shape[0], weight.shape
+    fits = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
+    return fits and weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
+
+
+@cache
+def _function():
+    function = _library.load().moss_codec_linear
+    function.argtypes = [ctypes.POINTER(CodecLinearParams)]
+    function.restype = ctypes.c_int
+    return function
+
+
+def codec_linear_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm_sums: torch.Tensor | None,
+    gelu: bool,
+    scale: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """See `moss_kernels.codec_linear`; for what `takes` allows. `scratch` and `norm_bias` are not read.
+
+    With dependent launch the kernel loads weights at its start, and waits for the one before it ahead of everything
+    that kernels write.
+    """
+
+    def pointer(tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    params = CodecLinearParams(
+        struct_size=ctypes.sizeof(CodecLinearParams),
+        abi_version=_library.ABI_VERSION,
+        rows=x.shape[0],
+        outputs=weight.shape[0],
+        inputs=weight.shape[1],
+        x_dtype=_library.DTYPE_CODES[x.dtype],
+        out_dtype=_library.DTYPE_CODES[out.dtype],
+        gelu=gelu,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        norm_weight=pointer(norm_weight),
+        norm_sums=pointer(norm_sums),
+        scale=pointer(scale),
+        out=out.data_ptr(),
+        dependent_launch=dependent_launch(x.device),
+        stream=torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    with torch.cuda.device(x.device):
+        _library.check_status(_function()(ctypes.byref(params)))

@@ -1,0 +1,101 @@
+"""`ring_attention` of short chunks in CUDA C++: the call into libmoss_kernels.so."""
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+
+from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
+
+MAX_TOKENS = 32
+HEAD_DIM = 64
+
+
+class RingAttentionParams(ctypes.Structure):
+    """RingAttentionParams of csrc/include/moss_kernels.h, which says what each field means."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("abi_version", ctypes.c_uint32),
+        ("batch", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("capacity", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("ring_slots", ctypes.c_int32),
+        ("write", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("dependent_launch", ctypes.c_int32),
+        ("qkv", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("ring_k", ctypes.c_void_p),
+        ("ring_v", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("valid", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def takes(qkv: torch.Tensor, ring_k: torch.Tensor, chunk_in_ring: bool) -> bool:
+    """Whether there is a kernel for these sizes and dtypes."""
+    fits = qkv.shape[1] <= MAX_TOKENS and ring_k.shape[3] == HEAD_DIM
+    return fits and qkv.dtype == torch.bfloat16 and not chunk_in_ring
+
+
+@cache
+def _function():
+    function = _library.load().moss_ring_attention
+    function.argtypes = [ctypes.POINTER(RingAttentionParams)]
+    function.restype = ctypes.c_int
+    return function
+
+
+def ring_attention_cuda(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    offset: torch.Tensor,
+    window: int,
+    chunk_in_ring: bool,
+    out: torch.Tensor,
+    write: bool = False,
+) -> None:
+    """See `moss_kernels.ring_attention`; for what `takes` allows.
+
+    With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one could
+    have written.
+    """
+    ring_slots, heads, capacity, head_dim = ring_k.shape
+    params = RingAttentionParams(
+        struct_size=ctypes.sizeof(RingAttentionParams),
+        abi_version=_library.ABI_VERSION,
+        batch=qkv.shape[0],
+        tokens=qkv.shape[1],
+        heads=heads,
+        head_dim=head_dim,
+        capacity=capacity,
+        window=window,
+        ring_slots=ring_slots,
+        write=write,
+        scale=head_dim**-0.5 * math.log2(math.e),
+        dependent_launch=dependent_launch(qkv.device),
+        qkv=qkv.data_ptr(),
+        cos_sin=cos_sin.data_ptr(),
+        ring_k=ring_k.data_ptr(),
+        ring_v=ring_v.data_ptr(),
+        slots=slots.data_ptr(),
+        valid=valid.data_ptr(),
+        offset=offset.data_ptr(),
+        out=out.data_ptr(),
+        stream=torch.cuda.current_stream(qkv.device).cuda_stream,
+    )
+    with torch.cuda.device(qkv.device):
+        _library.check_status(_function()(ctypes.byref(params)))
