@@ -35,14 +35,21 @@ _BF16 = {
     64: Tile(128, 64, 8, 4, True),
     128: Tile(128, 64, 8, 3, True),
 }
-# Outputs too few for tiles of 128.
+# Fewer outputs, for which tiles of 64 still fill the multiprocessors.
+_BF16_MIDDLE = {
+    16: Tile(64, 128, 4, 4, True),
+    32: Tile(64, 128, 4, 4, True),
+    64: Tile(64, 128, 4, 5, True),
+    128: Tile(64, 64, 4, 8, True),
+}
+# So few that K is cut as well: two programs have to fit on a multiprocessor.
 _BF16_NARROW = {
     16: Tile(64, 128, 4, 4, True),
     32: Tile(64, 128, 4, 4, True),
     64: Tile(64, 128, 4, 3, True),
     128: Tile(64, 64, 4, 4, True),
 }
-_WIDE = 10_000
+_WIDE, _MIDDLE = 10_000, 5_000
 
 
 def row_block(rows: int) -> int:
@@ -54,6 +61,7 @@ def tile_for(rows: int, n: int, slice_k: int, dtype: torch.dtype) -> Tile:
     """The tile for `rows` rows and N outputs, summed over `slice_k` columns."""
     if dtype != torch.bfloat16:
         return _FP32
-    tile = (_BF16 if n >= _WIDE else _BF16_NARROW)[row_block(rows)]
+    table = _BF16 if n >= _WIDE else _BF16_MIDDLE if n >= _MIDDLE else _BF16_NARROW
+    tile = table[row_block(rows)]
     # The copy engine would run over into the next slice.
     return tile if slice_k % tile.block_k == 0 else tile._replace(copy_engine=False)
