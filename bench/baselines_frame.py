@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines_local_frame import TorchGraphFrame
+from moss_kernels.kv_append import rotate_half_split
 from moss_kernels.sample_codebook import SamplingState
 from moss_kernels.testing.local_frame import frame_state
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
-from moss_runtime.model.backbone import rotate_half_split
 from moss_runtime.model.tts import MossTTS
 
 

@@ -1,24 +1,38 @@
 """Kernels for MOSS-TTS-Local-Transformer-v1.5. They know tensors and nothing of models or requests."""
 
+from .backbone_linear import backbone_linear
 from .codec_linear import codec_linear
 from .dequantize_codes import dequantize_codes
 from .embed_codes import embed_codes
+from .frame_bookkeeping import frame_bookkeeping_begin, frame_bookkeeping_end
+from .kv_append import kv_append
 from .local_frame_decode import LocalFrameDecoder
 from .local_rope_attention import local_rope_attention, local_rope_attention_lookup
+from .paged_attention import AttentionScratch, paged_attention
 from .ring_attention import ring_attention
 from .ring_kv_write import ring_kv_write
+from .rms_norm import rms_norm
 from .sample_codebook import SamplingParams, SamplingState, sample_codebook
+from .silu_gate import silu_gate
 
 __all__ = [
+    "AttentionScratch",
     "LocalFrameDecoder",
     "SamplingParams",
     "SamplingState",
+    "backbone_linear",
     "codec_linear",
     "dequantize_codes",
     "embed_codes",
+    "frame_bookkeeping_begin",
+    "frame_bookkeeping_end",
+    "kv_append",
     "local_rope_attention",
     "local_rope_attention_lookup",
+    "paged_attention",
     "ring_attention",
     "ring_kv_write",
+    "rms_norm",
     "sample_codebook",
+    "silu_gate",
 ]

@@ -1,14 +1,15 @@
-"""kv_append against the backbone's eager modules in float64, and what it must leave alone."""
+"""kv_append against torch's norm and complex products in float64, and what it must leave alone."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moss_kernels.kv_append import kv_append, triton_kernel
 from moss_kernels.testing.backbone import PagedInputs
 from moss_kernels.testing.compare import require_equal
-from moss_runtime.model.backbone import RMSNorm, rope_tables, rotate_half_split
+from moss_runtime.model.backbone import rope_tables
 
 EPS = 1e-6
 LONGEST = 300
@@ -35,17 +36,17 @@ def make_arguments(
 
 
 def eager(arguments, dtype):
-    """q, k, v of every row by the model's modules, in a dtype: [B, heads, D] each."""
+    """q, k, v of every row, in a dtype: [B, heads, D] each."""
     kv_heads, head_dim = arguments["key_pages"].shape[1], arguments["key_pages"].shape[3]
     heads = arguments["qkv"].to(dtype).unflatten(1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
     position = arguments["positions"][arguments["row_map"].long()].long()
-    cos, sin = arguments["cos_sin"].to(dtype)[position][:, None].chunk(2, -1)
+    turn = torch.complex(*arguments["cos_sin"].to(dtype)[position][:, None].chunk(2, -1))
     rotated = []
     for x, name in ((q, "q_norm"), (k, "k_norm")):
-        norm = RMSNorm(head_dim, EPS).to(x.device)
-        norm.weight.data = arguments[name].to(dtype)
-        rotated.append(rotate_half_split(norm(x), cos, sin).detach())
+        normed = F.rms_norm(x, [head_dim], arguments[name].to(dtype), EPS)
+        turned = torch.complex(*normed.chunk(2, -1)) * turn
+        rotated.append(torch.cat((turned.real, turned.imag), -1))
     return *rotated, v
 
 

@@ -164,7 +164,7 @@ class Runtime:
             Nothing has changed after an error.
         """
         limit = self.pool.max_frames if max_frames is None else max_frames
-        (params,), (limit,) = self.model._admit([prompt], [params], limit)
+        (params,), (limit,) = self.model.admit([prompt], [params], limit)
         tokens = len(prompt) - 1
         if tokens >= self.kv.max_tokens:
             raise PromptError(f"prompt: must have at most {self.kv.max_tokens} rows here, got {len(prompt)}")

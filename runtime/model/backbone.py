@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moss_kernels.kv_append import rotate_half_split
+from moss_kernels.rms_norm import rms_norm_reference
 from moss_runtime.model.config import BackboneConfig
 
 
@@ -71,9 +73,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm_reference(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -177,9 +177,3 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dty
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() * (1.0 / theta**exponents)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split (NeoX) RoPE: rotate the pairs (i, i + D/2) of x [B, heads, T, D]."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

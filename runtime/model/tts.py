@@ -137,7 +137,7 @@ class MossTTS(nn.Module):
         Raises:
             As `generate_frames`, but a row whose logits are not finite ends with the finish reason "error".
         """
-        params, limits = self._admit(prompts, params, max_frames)
+        params, limits = self.admit(prompts, params, max_frames)
         frames: list[list[Tensor]] = [[] for _ in prompts]
         failed: set[int] = set()
         for codes, is_frame in self._frames(prompts, params, limits, failed):
@@ -184,7 +184,7 @@ class MossTTS(nn.Module):
                 ends there; the error comes after the last frame of the others.
         """
         failed: set[int] = set()
-        yield from self._frames(prompts, *self._admit(prompts, params, max_frames), failed)
+        yield from self._frames(prompts, *self.admit(prompts, params, max_frames), failed)
         if failed:
             raise CheckpointError(f"prompts {sorted(failed)}: {NOT_FINITE.format(self.dtype)}")
 
@@ -196,7 +196,7 @@ class MossTTS(nn.Module):
         limits: Sequence[int],
         failed: set[int],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `generate_frames`, with what `_admit` returns; puts rows whose logits are not finite in `failed`."""
+        """As `generate_frames`, with what `admit` returns; puts rows whose logits are not finite in `failed`."""
         config, batch, weights = self.config, len(prompts), self.frame_weights()
         state = SamplingState.allocate(
             rows=batch, codebooks=config.n_vq, vocab=config.audio_vocab_size, device=self.device
@@ -238,7 +238,7 @@ class MossTTS(nn.Module):
             self.transformer(embeds[:, :-1], cache, columns >= longest - lengths[:, None])
         return embeds[:, -1]
 
-    def _admit(
+    def admit(
         self, prompts: Sequence[Tensor], params: Sequence[SamplingParams], max_frames: int | Sequence[int]
     ) -> tuple[list[SamplingParams], list[int]]:
         """Check a batch; its parameters with seeds, and how many frames each prompt may have in the context."""
