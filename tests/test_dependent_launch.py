@@ -12,7 +12,15 @@ from triton.compiler import ASTSource
 
 from moss_kernels import _launch
 
-OPS = ("codec_linear", "ring_attention", "ring_kv_write")
+OPS = (
+    "backbone_linear",
+    "codec_linear",
+    "kv_append",
+    "paged_attention",
+    "ring_attention",
+    "ring_kv_write",
+    "rms_norm",
+)
 # Hints, and volatile loads of what chooses them.
 HARMLESS = re.compile(r"prefetch|ld\.volatile")
 TOUCHES_MEMORY = re.compile(r"\b(ld\.global|st\.global|cp\.async\.(ca|cg|bulk)|red\.|atom\.)\S*")
