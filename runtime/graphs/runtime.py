@@ -1,8 +1,7 @@
 """`Runtime`: requests join, make frames together, and leave; the device is never waited for."""
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,13 +12,14 @@ from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
 from moss_runtime.graphs.frame import FrameGraph
+from moss_runtime.graphs.launcher import Launcher
 from moss_runtime.graphs.prefill import MAX_TOKENS, ROWS, Prefill, cut
 from moss_runtime.graphs.requests import Flights, FrameDelta, Request
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Metrics, Range, StageTimer, annotate
 from moss_runtime.state.decode_pool import DecodePool, RowLease
-from moss_runtime.state.kv_cache import PAGE_SIZE, OutOfPages, PagedKV
+from moss_runtime.state.kv_cache import PAGE_SIZE, PagedKV
 
 
 class Runtime:
@@ -114,6 +114,8 @@ class Runtime:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
         self._requests: dict[Hashable, Request] = {}
         self._flights = Flights(self.pool)
+        launches = {"frames_per_launch": frames_per_launch, "abort": self.abort}
+        self._launcher = Launcher(self.frame, self.prefill, self.kv, self._flights, **launches)
         self._deltas: list[FrameDelta] = []
         if model.device.type == "cuda":
             for part in (self.frame, self.prefill):
@@ -214,10 +216,11 @@ class Runtime:
         """
         self._poll()
         if len(self._flights) < self._max_in_flight:
-            self._prefill_step()
-            batch = self._batch()
-            if batch:
-                self._launch(batch)
+            requests = self._requests.values()
+            self._launcher.prefill(requests)
+            shortage = self._launcher.frames(requests)
+            if shortage is not None and not (self._flights or self._deltas):
+                raise shortage
         self._poll()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -267,63 +270,6 @@ class Runtime:
         self.pool.check(lease)
         return self._requests[lease.request_id]
 
-    def _prefill_step(self) -> None:
-        """Enqueue one pass, or as many as it takes until some row can make frames."""
-        while waiting := [request for request in self._requests.values() if request.pieces]:
-            self._prefill_pass(waiting)
-            if any(not request.pieces and not request.ended for request in self._requests.values()):
-                return
-
-    def _prefill_pass(self, waiting: list[Request]) -> None:
-        owners = {request.pieces[0].row: request for request in waiting}
-        pieces = self.prefill.next_pass([request.pieces[0] for request in waiting])
-        requests = [owners[piece.row] for piece in pieces]
-        stream = self.prefill.graphs.stream
-        with annotate(Range.PREFILL), self._aborting(requests), torch.cuda.stream(stream):
-            if stream is not None:
-                # Rows were reset, and their pages entered in the table, on the stream of the frames.
-                stream.wait_stream(self.frame.graphs.stream)
-            self.prefill.run(pieces)
-            event = None if stream is None else stream.record_event()
-        for request in requests:
-            request.pieces.popleft()
-            request.prefilled = event
-
-    def _batch(self) -> list[Request]:
-        """Rows of the next launch: prefilled, with frames to make, and with pages for them."""
-        live = [
-            request
-            for request in self._requests.values()
-            if not (request.pieces or request.ended or request.paused) and request.launched < request.max_frames
-        ]
-        # A prompt in flight delays nobody, unless nobody else is there.
-        ready = [request for request in live if request.prefilled is None or request.prefilled.query()] or live
-        batch, shortage = [], None
-        with torch.cuda.stream(self.frame.graphs.stream):
-            for request in ready:
-                frames = min(request.launched + self._frames_per_launch, request.max_frames)
-                try:
-                    self.kv.reserve(request.lease.row, request.tokens + frames)
-                except OutOfPages as error:
-                    shortage = error
-                else:
-                    batch.append(request)
-        if shortage is not None and not (batch or self._flights or self._deltas):
-            raise shortage
-        return batch
-
-    def _launch(self, batch: list[Request]) -> None:
-        stream = self.frame.graphs.stream
-        with annotate(Range.FRAME), self._aborting(batch), torch.cuda.stream(stream):
-            for request in batch:
-                if request.prefilled is not None:
-                    stream.wait_event(request.prefilled)
-                    request.prefilled = None
-            report = self.frame.launch([request.lease.row for request in batch], self._frames_per_launch)
-            self._flights.add(batch, report)
-        for request in batch:
-            request.launched += self._frames_per_launch
-
     def _poll(self) -> None:
         """Read the reports of launches that are over."""
         if self._timer is not None:
@@ -332,13 +278,3 @@ class Runtime:
         if self._metrics is not None:
             self._metrics.generated(frames=sum(len(delta.codes) for delta in deltas))
         self._deltas += deltas
-
-    @contextlib.contextmanager
-    def _aborting(self, requests: list[Request]) -> Iterator[None]:
-        """An exception ends the requests whose work raised it."""
-        try:
-            yield
-        except Exception:
-            for request in requests:
-                self.abort(request.lease)
-            raise
