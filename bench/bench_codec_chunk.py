@@ -155,7 +155,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--young", action="store_true", help="also streams whose rings are empty")
     parser.add_argument("--profile", action="store_true", help="time by stage and by kernel instead of rows")
     parser.add_argument("--variants", action="store_true", help="time of each linear by tile instead of rows")
-    parser.add_argument("--rows", nargs="+", type=int, help="with --variants: only these numbers of rows")
+    parser.add_argument("--rows", nargs="+", type=int, help="with --variants: these numbers of rows")
+    parser.add_argument(
+        "--linears", nargs="+", help="with --variants: only these, by name and inputs, as in linear1:768"
+    )
     parser.add_argument("--without", nargs="+", default=[], choices=["prefetch", "dependent_launch"])
     parser.add_argument("--library-rows", type=int, help="products of at least so many rows go to cuBLAS")
     return parser.parse_args()
@@ -172,7 +175,7 @@ def main() -> None:
     bench = Bench(config, "cuda", shapes, torch.bfloat16)
     with switched(options), torch.no_grad():
         if options.variants:
-            return codec_profile.print_tiles(bench.steps["runtime"], shapes, options.rows)
+            return codec_profile.print_tiles(bench.steps["runtime"], shapes, options.rows, options.linears)
         for (batch, frames), young in ((s, y) for s in shapes for y in ([False, True] if options.young else [False])):
             if options.profile:
                 bench.prepare(bench.steps["runtime"], frames)

@@ -7,16 +7,24 @@ of one layer. `young` streams are at their first token. The baseline gathers the
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
 from bench import harness
+from bench.codec_profile import replay_seconds
 from moss_kernels import _library
-from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, ring_visibility, rotate_interleaved
+from moss_kernels.ring_attention import (
+    cuda_kernel,
+    ring_attention_reference,
+    ring_visibility,
+    rotate_interleaved,
+    triton_kernel,
+)
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
-from moss_kernels.testing.ring import RING_CASES, RingCase, RingInputs
+from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingCase, RingInputs
 
 LAYERS = 12
 L2_BYTES = 60e6
@@ -52,17 +60,18 @@ def _attention_variants(layers: list[RingInputs]) -> list[harness.Variant]:
     def gathered(inputs: RingInputs, out: torch.Tensor) -> None:
         attend_gathered(inputs, visible, out)
 
-    def op(attention: Callable[..., None], inputs: RingInputs, out: torch.Tensor) -> None:
-        attention(*inputs.step, inputs.window, False, out)
-
     names = ["triton", "reference"] if first.qkv.is_cuda else ["reference"]
     if first.qkv.is_cuda and _library.is_available() and cuda_kernel.takes(first.qkv, first.ring_k, False):
         names.insert(0, "cuda")
-    runs = [(name, partial(op, implementation("ring_attention", name)), layers) for name in names]
+    runs = [(name, partial(_attend, implementation("ring_attention", name)), layers) for name in names]
     return [
         harness.Variant(name, partial(_run_attention, run, inputs), partial(_check_attention, run, inputs[0]))
         for name, run, inputs in [*runs, ("torch_sdpa", gathered, finite)]
     ]
+
+
+def _attend(attention: Callable[..., None], inputs: RingInputs, out: torch.Tensor) -> None:
+    attention(*inputs.step, inputs.window, False, out)
 
 
 def _run_attention(run: Callable[..., None], layers: list[RingInputs]) -> None:
@@ -131,8 +140,35 @@ def _write_case(case: RingCase, inputs: RingInputs) -> harness.Case:
     return harness.Case(f"ring_kv_write/{case.name}", "us", bytes_moved, 0, LAYERS, conditions)
 
 
+def print_configs() -> None:
+    """Time of one layer by launch configuration of the Triton kernel, for chunks of 15 frames; nothing is checked."""
+    configs = [
+        triton_kernel.Config(64, 64, 4, 3, 1),
+        triton_kernel.Config(64, 64, 4, 3, 2),
+        triton_kernel.Config(64, 64, 4, 2, 2),
+        triton_kernel.Config(64, 32, 4, 4, 2),
+        triton_kernel.Config(128, 64, 8, 3, 1),
+        triton_kernel.Config(128, 64, 8, 3, 2),
+        triton_kernel.Config(128, 64, 8, 3, 2, max_registers=128),
+        triton_kernel.Config(128, 32, 8, 4, 2),
+    ]
+    for batch, layers in ((64, 3), (1, LAYERS)):
+        for stage, (rate, heads, capacity) in reversed(list(enumerate(CODEC_STAGES, 1))[2:]):
+            case = RingCase(f"B{batch}/T15/stage{stage}", batch, 15 * rate, heads, capacity, 123_457)
+            first = case.inputs("cuda", torch.bfloat16)
+            inputs = [first, *(first.to("cuda") for _ in range(layers - 1))]
+            for config in configs:
+                with mock.patch.object(triton_kernel, "_config", lambda dtype, tokens, config=config: config):
+                    run = partial(_run_attention, partial(_attend, implementation("ring_attention", "triton")), inputs)
+                    print(f"{case.name} {1e6 * replay_seconds(run) / layers:8.2f} us  {config}", flush=True)
+
+
 def main() -> None:
-    options = harness.argument_parser(__doc__).parse_args()
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--configs", action="store_true", help="time by launch configuration instead of rows")
+    options = parser.parse_args()
+    if options.configs:
+        return print_configs()
     for case in RING_CASES:
         if options.smoke:
             case = dataclasses.replace(case, batch=2, tokens=min(case.tokens, 5), capacity=7, head_dim=16)
@@ -144,6 +180,7 @@ def main() -> None:
                 harness.smoke(timed, variants(layers))
             else:
                 harness.save(harness.measure(timed, variants(layers)), options)
+    return None
 
 
 if __name__ == "__main__":

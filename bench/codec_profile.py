@@ -3,54 +3,34 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from moss_kernels.codec_linear import scratch_size
+from moss_kernels.codec_linear import cuda_kernel, scratch_size
 from moss_kernels.codec_linear.tiles import Tile, tile_for
-from moss_kernels.codec_linear.triton_kernel import codec_linear_library, codec_linear_triton
+from moss_kernels.codec_linear.triton_kernel import codec_linear_triton
 from moss_runtime.graphs import CodecChunk
 
 REPLAYS = 20
 
 # What might beat the tiles in use.
 _TILES = (
-    Tile("stream", 16, 8, 64, 4, 4),
-    Tile("stream", 16, 8, 64, 4, 6),
-    Tile("stream", 16, 8, 64, 8, 4),
-    Tile("stream", 16, 8, 32, 8, 6),
-    Tile("stream", 16, 16, 64, 4, 3),
-    Tile("stream", 16, 16, 64, 4, 5),
-    Tile("stream", 16, 16, 64, 8, 3),
-    Tile("stream", 16, 16, 32, 8, 5),
-    Tile("stream", 16, 32, 64, 4, 4),
-    Tile("stream", 32, 16, 64, 4, 5),
-    Tile("stream", 32, 16, 32, 8, 5),
-    Tile("stream", 32, 32, 32, 4, 5),
-    Tile("stream", 32, 32, 32, 8, 3),
-    Tile("stream", 64, 16, 32, 4, 5),
-    Tile("stream", 64, 16, 16, 8, 5),
-    Tile("stream", 64, 32, 16, 8, 4),
-    Tile("stream", 64, 64, 16, 8, 4),
     Tile("tile", 64, 32, 128, 4, 4),
-    Tile("tile", 64, 64, 64, 4, 5),
     Tile("tile", 64, 64, 128, 4, 3),
     Tile("tile", 64, 128, 64, 4, 4),
     Tile("tile", 128, 64, 64, 4, 4),
-    Tile("tile", 128, 128, 64, 4, 3),
-    Tile("tile", 128, 128, 64, 8, 3),
-    Tile("tile", 128, 128, 64, 8, 4),
-    Tile("tile", 128, 256, 64, 8, 3),
     Tile("persistent", 64, 128, 64, 4, 4, resident=2),
     Tile("persistent", 128, 128, 64, 8, 3, resident=2),
     Tile("persistent", 128, 128, 64, 8, 4),
     Tile("persistent", 128, 128, 128, 8, 3),
     Tile("persistent", 128, 256, 64, 8, 3),
     Tile("persistent", 128, 256, 64, 8, 4),
-    Tile("persistent", 256, 128, 64, 8, 3),
+    Tile("library"),
 )
 # Neither tiles far larger than the output nor tiles by the ten thousand.
 _MOST_TILES = 20_000
+_COMPILING = 8
 
 
 def replay_seconds(run: Callable[[], None]) -> float:
@@ -99,8 +79,13 @@ def print_profile(step: CodecChunk, batch: int, frames: int) -> None:
         print(f"  {total:10.1f} us {count:6.0f} x {total / count:8.2f}  {kernel.key[:90]}")
 
 
-def print_tiles(step: CodecChunk, shapes: Iterable[tuple[int, int]], only_rows: list[int] | None) -> None:
-    """Time of each linear by tile, the weights of all layers that share its shape in turn (so that they are cold)."""
+def print_tiles(
+    step: CodecChunk, shapes: Iterable[tuple[int, int]], only_rows: list[int] | None, only: list[str] | None
+) -> None:
+    """Time of each linear by tile, the weights of all layers that share its shape in turn (so that they are cold).
+
+    `only`: names of linears with their number of inputs, as in `linear1:768`.
+    """
     linears: dict[tuple[str, int, int], list[dict]] = defaultdict(list)
     rows: dict[int, set[int]] = defaultdict(set)
     for stage in step.stages:
@@ -109,11 +94,10 @@ def print_tiles(step: CodecChunk, shapes: Iterable[tuple[int, int]], only_rows: 
             for name, arguments in vars(layer).items():
                 linears[name, *arguments["weight"].shape].append(arguments)
     for (name, n, k), weights in linears.items():
-        for m in sorted(rows[n if name in ("out_proj", "linear2") else k]):
-            if only_rows and m not in only_rows:
-                continue
-            # Many rows evict the weights by themselves, and take their time.
-            _print_tiles_of(name, m, n, k, weights if m < 1000 else weights[:4])
+        for m in sorted(only_rows or rows[n if name in ("out_proj", "linear2") else k]):
+            if not only or f"{name}:{k}" in only:
+                # Many rows evict the weights by themselves, and take their time.
+                _print_tiles_of(name, m, n, k, weights if m < 1000 else weights[:4])
 
 
 def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict]) -> None:
@@ -121,26 +105,35 @@ def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict]) -> N
     x = torch.randn(m, k, device=device).bfloat16()
     out = torch.randn(m, n, device=device).bfloat16()
     scratch = torch.empty(scratch_size(m, n, k, norm=normed), dtype=x.dtype, device=device)
-    chosen, times = tile_for(m, n, x.dtype), {}
+    chosen, times = tile_for(m, n, k, x.dtype), {}
+
+    def run(implementation, weights, **options) -> None:
+        for arguments in weights:
+            names = ("norm_weight", "norm_bias", "norm_sums")
+            norm = [arguments.get(part) for part in names]
+            gelu, scale = name == "linear1", arguments.get("scale")
+            implementation(x, arguments["weight"], *norm, gelu, scale, scratch, out, **options)
+
+    def compiled(tile: Tile) -> bool:
+        try:
+            run(codec_linear_triton, weights[:1], tile=tile)
+        except Exception as error:  # a tile that needs more shared memory than there is
+            print(f"    {tuple(tile)}: {str(error).splitlines()[0][:80]}")
+            return False
+        return True
 
     def measured(implementation, **options) -> float:
-        def run() -> None:
-            for arguments in weights:
-                names = ("norm_weight", "norm_bias", "norm_sums")
-                norm = [arguments.get(part) for part in names]
-                gelu, scale = name == "linear1", arguments.get("scale")
-                implementation(x, arguments["weight"], *norm, gelu, scale, scratch, out, **options)
+        return 1e6 * replay_seconds(lambda: run(implementation, weights, **options)) / len(weights)
 
-        return 1e6 * replay_seconds(run) / len(weights)
-
-    for tile in dict.fromkeys((chosen, *_TILES)):
-        if tile.block_m < 2 * max(m, 9) and tile.count(m, n) <= _MOST_TILES:
-            try:
-                times[tile] = measured(codec_linear_triton, tile=tile)
-            except Exception as error:  # a tile that needs more shared memory than there is
-                print(f"    {tuple(tile)}: {str(error).splitlines()[0][:80]}")
-    library = measured(codec_linear_library)
+    tiles = [tile for tile in dict.fromkeys((chosen, *_TILES)) if tile.block_m < 2 * max(m, 9)]
+    tiles = [tile for tile in tiles if tile.kind == "library" or tile.count(m, n) <= _MOST_TILES]
+    with ThreadPoolExecutor(_COMPILING) as pool:
+        tiles = [tile for tile, works in zip(tiles, pool.map(compiled, tiles), strict=True) if works]
+    for tile in tiles:
+        times[tuple(tile)] = measured(codec_linear_triton, tile=tile)
+    if cuda_kernel.takes(x, weights[0]["weight"], weights[0].get("norm_weight")):
+        times["cuda"] = measured(cuda_kernel.codec_linear_cuda)
     floor = max(2 * (n * k + m * k + m * n) / 4.25e12, 2 * m * n * k / 775e12) * 1e6
-    print(f"{name} M={m} N={n} K={k}: floor {floor:.2f}, library {library:.2f}, chosen {times[chosen]:.2f} us")
-    for tile, time in sorted(times.items(), key=lambda item: item[1])[:4]:
-        print(f"    {time:8.2f} us  {tuple(tile)}", flush=True)
+    print(f"{name} M={m} N={n} K={k}: floor {floor:.2f}, chosen {times[tuple(chosen)]:.2f} us")
+    for tile, time in sorted(times.items(), key=lambda item: item[1])[:5]:
+        print(f"    {time:8.2f} us  {tile}", flush=True)

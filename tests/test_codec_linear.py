@@ -1,11 +1,13 @@
 """codec_linear: the codec's eager modules, and every implementation against them."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moss_kernels import _launch
+from moss_kernels import _launch, _library
 from moss_kernels.codec_linear import (
     codec_linear,
     codec_linear_reference,
@@ -140,9 +142,17 @@ def test_torch_compile():
 def test_tiles_fill_the_multiprocessors_or_are_the_smallest(dtype):
     for m in (1, 2, 15, 16, 30, 64, 480, 1024, 30720, 61440):
         for n in (240, 384, 768, 1280, 2304, 3840, 5120):
-            tile = tile_for(m, n, dtype)
-            assert tile.count(m, n) >= 88 or tile == candidates(dtype)[-1]
+            tile = tile_for(m, n, 448, dtype)
+            assert tile.count(m, n) >= 88 or tile.kind == "stream"
             assert tile.block_m == 16 or tile.block_m < 2 * m
+
+
+def test_measured_sizes_have_a_tile_for_every_number_of_rows():
+    for n, k in ((3840, 1280), (1280, 5120), (2304, 768), (768, 768), (3072, 768), (768, 3072)):
+        tiles = [tile_for(m, n, k, torch.bfloat16) for m in (*range(1, 2000), 10**6)]
+        assert all(tile.block_m <= 2 * m for m, tile in enumerate(tiles[32:-1], 33))
+        assert tiles[0] == tiles[31] != tiles[32]
+        assert set(tiles) - set(candidates(torch.bfloat16)) <= {Tile("library")}
 
 
 TILES = {
@@ -171,6 +181,27 @@ def test_the_library_product_in_the_interpreter(kind):
     expected = reference(arguments)
     triton_kernel.codec_linear_library(*positional(arguments))
     torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("struct_size", 8, "`struct_size` must be .*, got 8"),
+        ("rows", 33, r"`rows` must be 0 \.\. 32, got 33"),
+        ("inputs", 48, "`inputs` a multiple of 32, got 6 and 48"),
+        ("x_dtype", 0, "`x_dtype` must be bfloat16, or float32 with a norm"),
+        ("weight", None, "`weight` must not be null"),
+        ("norm_weight", 0x1000, "`norm_sums` must not be null"),
+        ("x", 0x1008, "`x` must be aligned to 16 bytes, got 0x1008"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    values = {"rows": 1, "outputs": 6, "inputs": 32, "x_dtype": 1, "out_dtype": 1}
+    values |= {"x": 0x1000, "weight": 0x1000, "out": 0x1000}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.CodecLinearParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.CodecLinearParams(**header | values | {field: value})
+    with pytest.raises(ValueError, match=f"`codec_linear`: .*{message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
 
 
 def errors(actual, exact):

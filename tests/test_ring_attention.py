@@ -1,5 +1,6 @@
 """ring_attention against float64, in every implementation; what must not matter in its inputs is NaN."""
 
+import ctypes
 import dataclasses
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moss_kernels import ring_attention
-from moss_kernels.ring_attention import ring_attention_reference, triton_kernel
+from moss_kernels import _library, ring_attention
+from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, triton_kernel
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingInputs
@@ -250,6 +251,26 @@ def test_wrong_argument_is_named(name, error, message, value):
         changed["chunk_in_ring"] = True
     with pytest.raises(error, match=rf"`ring_attention`: `{name}` must .*{message}"):
         ring_attention(**arguments | changed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("struct_size", 8, "`struct_size` must be .*, got 8"),
+        ("tokens", 33, r"`tokens` must be 0 \.\. 32, got 33"),
+        ("head_dim", 32, r"`head_dim` must be 64 \.\. 64, got 32"),
+        ("window", 5, r"`window` must be 1 \.\. 4, got 5"),
+        ("offset", None, "`offset` must not be null"),
+        ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    names = ("qkv", "cos_sin", "ring_k", "ring_v", "slots", "valid", "offset", "out")
+    sizes = {"batch": 1, "tokens": 2, "heads": 2, "head_dim": 64, "capacity": 4, "window": 4, "ring_slots": 2}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.RingAttentionParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.RingAttentionParams(**header | sizes | dict.fromkeys(names, 0x1000) | {field: value})
+    with pytest.raises(ValueError, match=f"`ring_attention`: {message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
 
 
 def test_triton_names_the_head_dims_it_takes():

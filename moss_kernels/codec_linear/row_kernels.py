@@ -12,6 +12,8 @@ from .reference import NORM_EPS
 EPS = tl.constexpr(NORM_EPS)
 NORM_ROWS = 4
 NORM_WARPS = 4
+# Columns at a time: 16 bytes of bfloat16 for each thread of a warp.
+NORM_BLOCK = 256
 EPILOGUE_BLOCK = 2048
 EPILOGUE_WARPS = 4
 
@@ -23,25 +25,38 @@ def layer_norm_kernel(
     norm_bias_ptr,
     out_ptr,
     m,
-    k,
+    K: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # A warp has a row, so that sums stay in it. The row is read three times, from L1 but for the first.
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inner = tl.arange(0, BLOCK_K)
-    inner_inside = inner < k
-    inside = (row < m)[:, None] & inner_inside[None, :]
-    norm_weight = tl.load(norm_weight_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
-    norm_bias = tl.load(norm_bias_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
+    row_inside = (row < m)[:, None]
+    column = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + row[:, None] * K + column[None, :]
+    out_ptrs = out_ptr + row[:, None] * K + column[None, :]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row[:, None] * k + inner[None, :], mask=inside, other=0.0).to(tl.float32)
-    centered = tl.where(inside, x - (tl.sum(x, 1) / k)[:, None], 0.0)
-    deviation = tl.sqrt(tl.sum(centered * centered, 1) / k + EPS)
-    y = centered / deviation[:, None] * norm_weight[None, :] + norm_bias[None, :]
-    tl.store(out_ptr + row[:, None] * k + inner[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = row_inside & (column < K - start)[None, :]
+        total += tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+    mean = (tl.sum(total, 1) / K)[:, None]
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = row_inside & (column < K - start)[None, :]
+        x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+        squares += tl.where(inside, (x - mean) * (x - mean), 0.0)
+    factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = row_inside & (column < K - start)[None, :]
+        weight = tl.load(norm_weight_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
+        bias = tl.load(norm_bias_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
+        x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+        y = (x - mean) * factor * weight[None, :] + bias[None, :]
+        tl.store(out_ptrs + start, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -69,10 +84,10 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
         norm_bias,
         out,
         m,
-        k,
+        K=k,
         DEPENDENT=dependent,
         BLOCK_M=NORM_ROWS,
-        BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_K=min(NORM_BLOCK, triton.next_power_of_2(k)),
         num_warps=NORM_WARPS,
         launch_pdl=dependent,
     )

@@ -1,4 +1,4 @@
-"""Which kernel and which tile of the output `codec_linear` uses: a table, so that nothing is tuned at run time."""
+"""Which kernel and which tile of the output `codec_linear` uses: tables, so that nothing is tuned at run time."""
 
 from typing import Literal, NamedTuple
 
@@ -9,19 +9,20 @@ class Tile(NamedTuple):
     """A launch configuration.
 
     Attributes:
-        kind: `stream`, `tile` or `persistent`: the kernel, each in the file of that name.
+        kind: `stream`, `tile` or `persistent`: the kernel, each in the file of that name; `library`: cuBLAS between a
+            kernel for the norm and one for what follows the product.
         block_m, block_n: rows and columns of the output tile.
         block_k: step of the loop over K; of a `stream` kernel the part of it that one warp takes.
         warps, stages: of the compiled kernel.
         resident: programs that a `persistent` kernel keeps on a multiprocessor.
     """
 
-    kind: Literal["stream", "tile", "persistent"]
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
+    kind: Literal["stream", "tile", "persistent", "library"]
+    block_m: int = 1
+    block_n: int = 1
+    block_k: int = 1
+    warps: int = 1
+    stages: int = 1
     resident: int = 1
 
     def count(self, m: int, n: int) -> int:
@@ -29,19 +30,59 @@ class Tile(NamedTuple):
         return -(-m // self.block_m) * -(-n // self.block_n)
 
 
-# Large tiles read less per product, small ones keep all multiprocessors busy. Largest first.
-_BF16_TILES = (
-    Tile("persistent", 128, 256, 64, 8, 4),
-    Tile("tile", 128, 128, 64, 8, 3),
-    Tile("tile", 128, 64, 64, 4, 4),
-    Tile("tile", 64, 64, 64, 4, 5),
-    Tile("stream", 64, 32, 16, 8, 4),
-    Tile("stream", 64, 16, 32, 4, 5),
-    Tile("stream", 32, 32, 32, 4, 5),
-    Tile("stream", 32, 16, 64, 4, 5),
-    Tile("stream", 16, 16, 64, 4, 5),
-    Tile("stream", 16, 8, 64, 4, 6),
-)
+_LIBRARY = Tile("library")
+_STREAM = Tile("stream", 16, 16, 64, 4, 5)
+_TILE_64_32 = Tile("tile", 64, 32, 128, 4, 4)
+_TILE_64_64 = Tile("tile", 64, 64, 128, 4, 3)
+# For inputs, weights and outputs that are not of one dtype, too.
+ANY_DTYPE = Tile("tile", 128, 128, 64, 8, 3)
+_PERSISTENT_64_128 = Tile("persistent", 64, 128, 64, 4, 4, resident=2)
+_PERSISTENT_128_128 = Tile("persistent", 128, 128, 64, 8, 4)
+_PERSISTENT_128_128_TWICE = Tile("persistent", 128, 128, 64, 8, 3, resident=2)
+_PERSISTENT_128_256 = Tile("persistent", 128, 256, 64, 8, 4)
+
+# Measured on an H200, for bf16 weights [N, K] of the codec: up to how many rows which tile.
+_MEASURED: dict[tuple[int, int], tuple[tuple[float, Tile], ...]] = {
+    (3840, 1280): ((128, _TILE_64_32), (512, _PERSISTENT_64_128), (float("inf"), _PERSISTENT_128_256)),
+    (1280, 1280): ((256, _TILE_64_32), (1200, _PERSISTENT_128_128), (float("inf"), _PERSISTENT_128_128_TWICE)),
+    (5120, 1280): (
+        (128, _TILE_64_32),
+        (512, _PERSISTENT_64_128),
+        (1200, _PERSISTENT_128_128_TWICE),
+        (float("inf"), _PERSISTENT_128_128),
+    ),
+    (1280, 5120): ((256, _TILE_64_32), (640, _PERSISTENT_128_128), (float("inf"), _LIBRARY)),
+    (2304, 768): (
+        (192, _TILE_64_32),
+        (320, _TILE_64_64),
+        (800, _PERSISTENT_128_128),
+        (6000, _LIBRARY),
+        (12000, _PERSISTENT_128_128),
+        (float("inf"), _PERSISTENT_128_256),
+    ),
+    (768, 768): (
+        (640, _TILE_64_32),
+        (1300, _TILE_64_64),
+        (3000, _PERSISTENT_64_128),
+        (12000, _PERSISTENT_128_128),
+        (float("inf"), _PERSISTENT_128_256),
+    ),
+    (3072, 768): (
+        (192, _TILE_64_32),
+        (320, _TILE_64_64),
+        (12000, _PERSISTENT_128_128),
+        (float("inf"), _PERSISTENT_128_256),
+    ),
+    (768, 3072): (
+        (640, _TILE_64_32),
+        (1300, _TILE_64_64),
+        (3000, _PERSISTENT_64_128),
+        (12000, _PERSISTENT_128_128),
+        (float("inf"), _PERSISTENT_128_256),
+    ),
+}
+# For other sizes, largest first: large tiles read less per product, small ones keep all multiprocessors busy.
+_BF16_TILES = (_PERSISTENT_128_256, ANY_DTYPE, _PERSISTENT_64_128, _TILE_64_64, _TILE_64_32, _STREAM)
 _FP32_TILES = (
     Tile("tile", 64, 64, 32, 8, 3),
     Tile("tile", 32, 32, 32, 4, 3),
@@ -53,13 +94,20 @@ _ENOUGH = {"stream": 88, "tile": 88, "persistent": 528}
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """All tiles in use for weights of a dtype, largest first."""
-    return _FP32_TILES if dtype == torch.float32 else _BF16_TILES
+    """All tiles of Triton kernels in use for weights of a dtype."""
+    if dtype == torch.float32:
+        return _FP32_TILES
+    measured = (tile for choices in _MEASURED.values() for _, tile in choices)
+    return tuple(tile for tile in dict.fromkeys((*_BF16_TILES, *measured)) if tile is not _LIBRARY)
 
 
-def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
-    """The tile for an output of m rows and n columns: the largest that still gives most multiprocessors work."""
-    tiles = candidates(dtype)
+def tile_for(m: int, n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The tile for m rows of weights [n, k]: the measured one, or the largest that gives most multiprocessors work."""
+    if dtype == torch.bfloat16 and m > _STREAM.block_m * 2:
+        for most, tile in _MEASURED.get((n, k), ()):
+            if m <= most:
+                return tile
+    tiles = _FP32_TILES if dtype == torch.float32 else _BF16_TILES
     for tile in tiles[:-1]:
         fits = m > tile.block_m // 2 or tile.block_m == 16
         if fits and tile.count(m, n) >= _ENOUGH[tile.kind]:

@@ -8,6 +8,7 @@ from .persistent_kernel import codec_linear_persistent, codec_linear_persistent_
 from .row_kernels import (
     EPILOGUE_BLOCK,
     EPILOGUE_WARPS,
+    NORM_BLOCK,
     NORM_ROWS,
     NORM_WARPS,
     epilogue_kernel,
@@ -17,7 +18,7 @@ from .row_kernels import (
 )
 from .stream_kernel import codec_linear_stream, codec_linear_stream_kernel
 from .tile_kernel import PART, codec_linear_tile_kernel, codec_linear_tiles
-from .tiles import Tile, candidates, tile_for
+from .tiles import ANY_DTYPE, Tile, candidates, tile_for
 
 
 def codec_linear_triton(
@@ -40,7 +41,13 @@ def codec_linear_triton(
     m, k = x.shape
     if m == 0:
         return
-    tile = tile or tile_for(m, weight.shape[0], weight.dtype)
+    tile = tile or tile_for(m, *weight.shape, weight.dtype)
+    if tile.kind == "library":
+        # cuBLAS reads and writes the weights' dtype.
+        if (norm_weight is None and x.dtype != weight.dtype) or (scale is None and out.dtype != weight.dtype):
+            tile = ANY_DTYPE
+        else:
+            return codec_linear_library(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out)
     if tile.kind == "stream":
         return codec_linear_stream(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
     if norm_weight is not None:
@@ -111,9 +118,9 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     pointers |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"}
                     add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds, PART=part)
         rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
-        for k, block_k in ((768, 1024), (1280, 2048)):
+        for k in (768, 1280):
             options = {"num_warps": NORM_WARPS, "launch_pdl": True}
-            add(layer_norm_kernel, rows, options, k=k, DEPENDENT=True, BLOCK_M=NORM_ROWS, BLOCK_K=block_k)
+            add(layer_norm_kernel, rows, options, K=k, DEPENDENT=True, BLOCK_M=NORM_ROWS, BLOCK_K=NORM_BLOCK)
         product = {"product_ptr": own, "scale_ptr": own, "out_ptr": residual_stream}
         for gelu in (True, False):
             kinds = {"GELU": gelu, "RESIDUAL": not gelu, "BLOCK": EPILOGUE_BLOCK}

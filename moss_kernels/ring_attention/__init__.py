@@ -139,8 +139,8 @@ def ring_attention(
 
     With `chunk_in_ring` False the ring is the one from before the chunk, and `ring_kv_write` follows, or is part of
     this op (`write`): streaming then equals full-length attention with the same window for every way of cutting a
-    stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of `qkv` is read: the released streaming
-    decoder, whose chunks evict keys that their own queries still need.
+    stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of
+    `qkv` is read: the released streaming decoder, whose chunks evict keys that their own queries still need.
 
     A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
     anything, NaN included, and so may tokens at or beyond `valid`.

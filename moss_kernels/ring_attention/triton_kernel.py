@@ -92,6 +92,7 @@ def ring_attention_kernel(
     BLOCK_KEYS: tl.constexpr,
     ONE_TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    OWN_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_QUERIES
@@ -155,15 +156,15 @@ def ring_attention_kernel(
             visible = (query[None, :] > earliest) & (query[None, :] <= query[:, None])
             result, total, highest = _attend(q, own_k, own_v, visible, result, total, highest, scale)
         else:
-            for key_start in tl.range(tl.maximum(lowest, 0), end, BLOCK_QUERIES, num_stages=1):
-                key = key_start + tl.arange(0, BLOCK_QUERIES)
+            for key_start in tl.range(tl.maximum(lowest, 0), end, BLOCK_KEYS, num_stages=OWN_STAGES):
+                key = key_start + tl.arange(0, BLOCK_KEYS)
                 inside = (key < end)[:, None]
                 token = (row * tokens + key)[:, None]
                 k_ptrs = qkv_ptr + token * (3 * WIDTH) + (WIDTH + head * HEAD_DIM) + dims[None, :]
                 k = tl.load(k_ptrs, mask=inside, other=0.0)
                 v = tl.load(k_ptrs + WIDTH, mask=inside, other=0.0)
                 angles = tl.load(cos_sin_ptr + token * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
-                k = rotate_pairs(k, angles, BLOCK_QUERIES, HEAD_DIM)
+                k = rotate_pairs(k, angles, BLOCK_KEYS, HEAD_DIM)
                 visible = (key[None, :] > earliest) & (key[None, :] <= query[:, None])
                 result, total, highest = _attend(q, k, v, visible, result, total, highest, scale)
 
@@ -175,12 +176,27 @@ def ring_attention_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes and launch options; chosen by chunk length, dtype and head_dim, never by the batch."""
+    """Tile sizes and launch options; chosen by chunk length, dtype and head_dim, never by the batch.
+
+    Attributes:
+        queries, keys: of a tile.
+        warps: of a program.
+        stages: of the loop over the ring.
+        own_stages: of the loop over the chunk's own keys, which are rotated on their way.
+        max_registers: of a thread; None leaves it to the compiler.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    own_stages: int = 1
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options of Triton."""
+        return {"num_warps": self.warps} | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 def _config(dtype: torch.dtype, tokens: int) -> Config:
@@ -191,7 +207,7 @@ def _config(dtype: torch.dtype, tokens: int) -> Config:
         return Config(queries=16, keys=128, warps=4, stages=3)
     if tokens <= 32:
         return Config(queries=32, keys=64, warps=4, stages=3)
-    return Config(queries=64, keys=64, warps=4, stages=3)
+    return Config(queries=64, keys=64, warps=4, stages=3, own_stages=2)
 
 
 def require_head_dim(op: str, head_dim: int) -> None:
@@ -246,9 +262,10 @@ def ring_attention_triton(
         BLOCK_KEYS=config.keys,
         ONE_TILE=tokens <= config.queries,
         STAGES=config.stages,
+        OWN_STAGES=config.own_stages,
         DEPENDENT=dependent,
-        num_warps=config.warps,
         launch_pdl=dependent,
+        **config.options,
     )
 
 
@@ -269,9 +286,10 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                 "BLOCK_KEYS": config.keys,
                 "ONE_TILE": tokens <= config.queries,
                 "STAGES": config.stages,
+                "OWN_STAGES": config.own_stages,
                 "DEPENDENT": True,
             }
             signature |= dict.fromkeys(constexprs, "constexpr")
-            options = {"num_warps": config.warps, "launch_pdl": True}
+            options = config.options | {"launch_pdl": True}
             specs.append((ring_attention_kernel, signature, constexprs, options))
     return specs
