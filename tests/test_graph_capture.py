@@ -20,7 +20,9 @@ class FakeCuda:
         self.events, self.capturing, self.work = [], None, None
         self.Stream = lambda device, priority: SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
         self.current_stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
-        self.mem_get_info = lambda device: (2**30, 2**31)
+        self.cached = 2**28
+        self.empty_cache = lambda: setattr(self, "cached", 0)
+        self.mem_get_info = lambda device: (2**30 - self.cached - 2**20 * len(self.events), 2**31)
         self.graph_pool_handle = object
         self.stream = lambda stream: contextlib.nullcontext()
 
@@ -83,6 +85,12 @@ def test_all_shapes_run_before_the_first_capture_and_the_largest_is_captured_fir
     assert len(work.calls) == 6
 
 
+def test_what_the_allocator_gives_back_is_not_counted(cuda):
+    graphs = GraphSet("work", [(8,), (4,)], Work(cuda), device=CUDA)
+    graphs.capture()
+    assert graphs.bytes == 2 * 2**20
+
+
 def test_replay_equals_eager(cuda):
     work = Work(cuda)
     graphs = GraphSet("work", [(8,), (4,)], work, device=CUDA)
@@ -125,7 +133,7 @@ def test_a_failed_capture_is_logged_once_and_leaves_the_others(cuda, caplog):
         graphs.run(4)
     assert (graphs.replays, graphs.fallbacks) == (3, {FallbackReason.CAPTURE_FAILED: 3})
     assert [record.getMessage() for record in caplog.records] == [
-        "work: the graph of shape (8,) could not be captured (1024 MiB are free)"
+        "work: the graph of shape (8,) could not be captured (1023 MiB are free)"
     ]
 
 

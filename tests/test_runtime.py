@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,21 @@ def test_metrics_and_timings(model, prompts, requests, expected):
     assert f'fallback_total{{graph="frame",reason="device"}} {float(launches)}' in text
     assert "rows_in_use 0.0" in text and "kv_pages_in_use 0.0" in text
     assert timer.percentiles().keys() == set(STAGES)
+
+
+def test_metrics_of_the_codec(model, prompts, requests):
+    metrics, in_use = Metrics(), set()
+    runtime = make(model, rows=3, codec=Codec.from_pretrained(GOLDEN / "codec"), metrics=metrics)
+
+    def read(name):
+        return float(re.search(rf"^{name} (.*)", metrics.text(), re.MULTILINE)[1])
+
+    made = generate(runtime, prompts[:4], requests[:4], on_audio=lambda *audio: in_use.add(read("codec_slots_in_use")))
+    frames, rate = sum(len(generation.codes) for generation in made), runtime.feed.chunk.codec.config.frame_rate
+    assert read("audio_seconds_total") == pytest.approx(frames / rate)
+    eager = runtime.feed.chunk.fallbacks["device"]
+    assert read('fallback_total{graph="codec_chunk",reason="device"}') == eager > 0
+    assert read("codec_slots_in_use") == 0 and max(in_use) > 1
 
 
 def test_audio_is_the_offline_decoding(model, prompts, requests, expected):

@@ -275,7 +275,7 @@ def test_a_steady_run_has_a_hit_ratio_of_one(model, golden):
         [params(index) for index in range(len(prompts))],
         on_audio=lambda index, part: audio[index].append(part.clone()),
     )
-    assert metrics.hit_ratio("frame") == metrics.hit_ratio("prefill") == 1
+    assert metrics.hit_ratio("frame") == metrics.hit_ratio("prefill") == metrics.hit_ratio("codec_chunk") == 1
     for index, generation in enumerate(made):
         assert sum(part.shape[1] for part in audio[index]) == 8 * len(generation.codes)
     assert runtime.pool.in_use == 0 and runtime.kv.free_pages == runtime.kv.pages

@@ -1,15 +1,17 @@
 """From frames to sound: cuts each request's frames into chunks and decodes them on a stream of their own."""
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from moss_runtime.graphs.capture import free_memory
 from moss_runtime.graphs.codec_chunk import CodecChunk
 from moss_runtime.graphs.requests import FrameDelta
 from moss_runtime.model.codec import Codec
+from moss_runtime.observe import Metrics, Range, annotate
 from moss_runtime.state.codec_slots import Lease
 
 # Frames of the first, second ... chunk of a request; the last size goes on. Sound comes early, then in fewer launches.
@@ -62,20 +64,26 @@ class AudioFeed:
         chunk: the codec's step.
         stream: where it runs; None on a CPU.
         event: recorded after the newest chunk; None before the first, and on a CPU.
+        bytes: device memory that warming up and capturing took, the kernels' code included.
     """
 
-    def __init__(self, codec: Codec, *, streams: int, chunks: Sequence[int] = CHUNKS):
+    def __init__(self, codec: Codec, *, streams: int, chunks: Sequence[int] = CHUNKS, metrics: Metrics | None = None):
         """Allocates the codec's state.
 
         Args:
             codec: on the device of the frames.
             streams: requests at a time.
             chunks: frames of the first, second, ... chunk of a request; all later ones have the size of the last.
+            metrics: for replays and eager steps of `codec_chunk`, slots in use, and seconds of audio.
         """
         self.chunk = CodecChunk(codec, streams, max_batch=streams, frames=chunks)
         self.stream = torch.cuda.Stream(codec.device) if codec.device.type == "cuda" else None
         self.event: torch.cuda.Event | None = None
-        self._sizes = tuple(chunks)
+        self.bytes = 0
+        self._sizes, self._metrics = tuple(chunks), metrics
+        if metrics is not None:
+            slots = self.chunk.slots
+            metrics.watch(slots=lambda: slots.null_slot - slots.free)
         self._streams: dict[Hashable, _Stream] = {}
         self._landing: deque[tuple[list[AudioDelta], torch.cuda.Event | None]] = deque()
         if self.stream is not None:
@@ -88,8 +96,12 @@ class AudioFeed:
 
     def warm_up(self) -> None:
         """Capture the codec's graphs, for one stream and for all."""
+        if self.stream is None:
+            return
+        free = free_memory(self.stream.device)
         with torch.cuda.stream(self.stream):
             self.chunk.capture({1, self.chunk.max_batch})
+        self.bytes += free - free_memory(self.stream.device)
 
     @torch.no_grad()
     def push(self, delta: FrameDelta) -> None:
@@ -150,7 +162,8 @@ class AudioFeed:
                     codes[row, :count] = stream.take(count)
                     stream.chunks += 1
             slots = self.chunk.slots.resolve([stream.lease for stream in due])
-            audio.copy_(self.chunk(codes, slots, counts), non_blocking=True)
+            with annotate(Range.CODEC_CHUNK):
+                audio.copy_(self._run(codes, slots, counts), non_blocking=True)
         deltas = [
             AudioDelta(stream.request_id, audio[row, :, : count * samples], end)
             for row, (stream, count, end) in enumerate(zip(due, counts, ended, strict=True))
@@ -161,3 +174,15 @@ class AudioFeed:
         for stream, end in zip(due, ended, strict=True):
             if end:
                 self.abort(stream.request_id)
+
+    def _run(self, codes: Tensor, slots: list[int], counts: list[int]) -> Tensor:
+        """A step of the codec, counted."""
+        chunk, metrics = self.chunk, self._metrics
+        replays, fallbacks = chunk.replays, Counter(chunk.fallbacks)
+        audio = chunk(codes, slots, counts)
+        if metrics is not None:
+            metrics.replayed("codec_chunk", chunk.replays - replays)
+            for reason, count in (chunk.fallbacks - fallbacks).items():
+                metrics.fell_back("codec_chunk", reason, count)
+            metrics.generated(audio_seconds=sum(counts) / chunk.codec.config.frame_rate)
+        return audio

@@ -21,6 +21,12 @@ def bucket_for(size: int, buckets: Sequence[int]) -> int:
     return min((bucket for bucket in buckets if bucket >= size), default=size)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a CUDA device. The allocator gives back what it keeps unused, as it does ahead of a capture."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 class GraphSet:
     """The graphs of one piece of work, one for each shape. They are captured and replayed on one stream.
 
@@ -34,7 +40,7 @@ class GraphSet:
         replays: steps that a graph ran.
         fallbacks: eager steps by reason.
         seconds: time spent warming up and capturing.
-        bytes: device memory that capturing took.
+        bytes: device memory that warming up and capturing took, the kernels' code included.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class GraphSet:
         """
         if self.device.type != "cuda" or not self._enabled:
             return
-        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        start, free = time.perf_counter(), free_memory(self.device)
         shapes = sorted(self.shapes - self._graphs.keys(), reverse=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
@@ -102,7 +108,7 @@ class GraphSet:
                 progress()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self.seconds += time.perf_counter() - start
-        self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
+        self.bytes += free - free_memory(self.device)
 
     def _capture(self, shape: Shape, pool: tuple[int, int]) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -73,7 +73,7 @@ class Runtime:
             chunks: frames of the codec's first, second ... chunk of a request; see `AudioFeed`.
             batch_invariant: the bits of a request never depend on the others.
             graphs: False runs everything eagerly.
-            metrics: for replays, eager steps, frames, rows and pages in use.
+            metrics: for replays, eager steps, frames, seconds of audio; rows, pages and codec slots in use.
             timer: for the times of the stages `frame.STAGES` of each launch.
         """
         if not 1 <= rows <= BUCKETS[-1]:
@@ -109,7 +109,7 @@ class Runtime:
             batch_invariant=batch_invariant,
             **graph_options,
         )
-        self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks)
+        self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks, metrics=metrics)
         if metrics is not None:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
         self._requests: dict[Hashable, Request] = {}

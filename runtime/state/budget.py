@@ -121,7 +121,8 @@ class MemoryBudget:
     def measure(self, runtime: Runtime) -> None:
         """Fill in what a live runtime takes, best after its warm-up; the head-room is what is free then."""
         self.measured = _tensor_bytes(runtime)
-        self.measured["graph pools"] = runtime.frame.graphs.bytes + runtime.prefill.graphs.bytes
+        captured = [runtime.frame.graphs, runtime.prefill.graphs, *([] if runtime.feed is None else [runtime.feed])]
+        self.measured["graph pools"] = sum(part.bytes for part in captured)
         device = runtime.model.device
         self.measured["head-room"] = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
