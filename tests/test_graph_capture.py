@@ -34,6 +34,7 @@ class FakeCuda:
     @contextlib.contextmanager
     def graph(self, graph, *, pool, stream, capture_error_mode):
         self.capturing = graph
+        self.empty_cache()
         self.events.append(("capture", pool, stream))
         try:
             yield
