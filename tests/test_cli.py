@@ -334,6 +334,15 @@ def test_checkpoints_with_a_part_missing(own_demo, capsys):
     assert "do not belong together" in refused_synth(capsys, "--codec", mono, TEXT, kept=kept)
 
 
+def test_what_does_not_fit_is_refused_before_the_weights_are_loaded(demo, capsys, monkeypatch):
+    monkeypatch.setattr(synth_command, "device_and_dtype", lambda args: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(synth_command, "free_memory", lambda device: 2**30 + 2**20)
+    monkeypatch.setattr(synth_command.MossTTS, "from_pretrained", None)
+    for options in ((), ("--stream",)):
+        message = refused_synth(capsys, TEXT, *options)
+        assert "needs at least 1.0" in message and "max_tokens" in message and "frees" in message
+
+
 def test_hugging_face_ids(demo, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "needs the package huggingface_hub: pip install" in refused_synth(capsys, "--model", "some/model", TEXT)

@@ -73,3 +73,15 @@ def test_the_bar_is_for_terminals_alone(demo, tmp_path, monkeypatch):
         run(demo, tmp_path / "out.wav")
         assert ("generating frames" in screen.getvalue() and "20/20" in screen.getvalue()) == terminal
         assert terminal or screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("options", [["--stream"], []])
+def test_memory_is_printed_as_planned_and_measured(demo, tmp_path, capsys, options):
+    run(demo, tmp_path / "out.wav", *options)
+    assert "planned" not in capsys.readouterr().out
+    run(demo, tmp_path / "out.wav", "--memory", *options)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    sizes = {part.strip(): (planned.strip(), measured.strip()) for _, part, planned, measured, *_ in lines}
+    for part in ("backbone weights", "KV cache", "codec state"):
+        assert sizes[part][0] == sizes[part][1], part
+        assert (sizes[part][0] == "0.00 MiB") == (part == "codec state" and not options), part

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from moss_runtime.commands.common import DTYPES, add_checkpoint_arguments, positive, print_summary
@@ -85,8 +84,7 @@ def _inspect_model(directory: Path, args: argparse.Namespace) -> dict[str, int]:
 def _inspect_codec(directory: Path, args: argparse.Namespace) -> dict[str, int]:
     """As `_inspect_model`, of the codec."""
     config, dtype = CodecConfig.from_directory(directory), DTYPES[args.dtype]
-    with torch.device("meta"):
-        codec = Codec(config)
+    codec = Codec.on_meta(config, dtype)
     print(f"Codec {directory}")
     print_summary(
         {
@@ -98,9 +96,8 @@ def _inspect_codec(directory: Path, args: argparse.Namespace) -> dict[str, int]:
     )
     check_tensors(codec, directory)
     stages = [module for module in config.decoder if isinstance(module, TransformerConfig)]
-    transformers = _parameters(codec.encoder) + _parameters(codec.decoder)
     return {
-        "codec weights": transformers * dtype.itemsize + _parameters(codec.quantizer) * torch.float32.itemsize,
+        "codec weights": sum(parameter.nbytes for parameter in codec.parameters()),
         "codec state": CodecSlots.size_in_bytes(stages, args.streams, dtype),
     }
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from moss_runtime.commands.common import (
 )
 from moss_runtime.demo_checkpoint import is_demo
 from moss_runtime.errors import CheckpointError, PromptError, UserError
+from moss_runtime.graphs.capture import free_memory
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
 from moss_runtime.hub import checkpoint_directory, codec_directory
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--float", action="store_true", help="write 32-bit float samples, not 16-bit integers")
     parser.add_argument("--stream", action="store_true", help="decode and write while the codes are generated")
+    parser.add_argument("--memory", action="store_true", help="print the memory of each part, planned and measured")
     add_device_arguments(parser)
 
 
@@ -88,6 +90,10 @@ def run(args: argparse.Namespace) -> None:
         load_recording(path, codec_config, args.downmix)
         for path in [*args.reference, *([] if args.prompt_audio is None else [args.prompt_audio])]
     ]
+    # Prompts are long by the clips in them, so codes of their lengths say how much memory it takes.
+    frames = [clip.shape[1] // codec_config.samples_per_frame for clip in recordings]
+    rows = len(_prompt(prompts, text, args, [torch.zeros(count, config.n_vq, dtype=torch.int64) for count in frames]))
+    budget = _budget(config, codec_config, rows, args, device, dtype)
     times = StageTimes(device)
     subtype = "FLOAT" if args.float else "PCM_16"
     with wav_writer(args.output, codec_config.sampling_rate, codec_config.channels, subtype) as write:
@@ -96,17 +102,9 @@ def run(args: argparse.Namespace) -> None:
             codec = Codec.from_pretrained(codec_dir, dtype=dtype, device=device)
         with times.stage("encode"):
             codes = [clip.cpu() for clip in codec.encode(recordings)]
-        fields = {name: getattr(args, name) for name in ("tokens", *WISHES)}
-        if args.prompt_audio is not None:
-            fields |= {"mode": "continuation", "prompt_audio": codes.pop()}
-        prompt = prompts.build(text, references=codes, **fields)
-        if len(prompt) > config.backbone.max_position_embeddings:
-            raise PromptError(
-                f"text and recordings are too long: {len(prompt)} rows, "
-                f"the model's context is {config.backbone.max_position_embeddings}"
-            )
+        prompt = _prompt(prompts, text, args, codes)
         with times.stage("warm up"):
-            runtime = _runtime(model, codec if args.stream else None, len(prompt), args.max_frames)
+            runtime = _runtime(model, codec if args.stream else None, budget)
         if args.stream:
             result = _generate(runtime, prompt, params, times, on_audio=lambda _, audio: write(audio))
         else:
@@ -118,24 +116,53 @@ def run(args: argparse.Namespace) -> None:
     if is_demo(model_directory):
         print(f"{model_directory} is the demo checkpoint: its weights are random and its speech is noise.")
     _report(args.output, result, codec_config, times)
+    if args.memory:
+        from rich.console import Console
+
+        Console().print(budget.table())
 
 
-def _runtime(model: MossTTS, codec: Codec | None, prompt_rows: int, max_frames: int) -> Runtime:
-    """A runtime for one request. Its prefill has no graphs, which would take longer to capture than they save.
+def _prompt(prompts: PromptBuilder, text: str, args: argparse.Namespace, codes: Sequence[Tensor]) -> Tensor:
+    """The prompt with the codes of all recordings, that of `--prompt-audio` last."""
+    fields = {name: getattr(args, name) for name in ("tokens", *WISHES)}
+    if args.prompt_audio is not None:
+        fields |= {"mode": "continuation", "prompt_audio": codes[-1]}
+    return prompts.build(text, references=codes[: len(args.reference)], **fields)
+
+
+def _budget(
+    config: ModelConfig,
+    codec: CodecConfig,
+    prompt_rows: int,
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> MemoryBudget:
+    """The memory of a runtime for one request.
 
     Raises:
-        MemoryBudgetError: it does not fit into the memory of the GPU.
+        PromptError: the prompt is longer than the model's context.
+        MemoryBudgetError: it does not fit into what is free on the GPU.
     """
-    frames = min(max_frames, model.config.backbone.max_position_embeddings + 1 - prompt_rows)
+    context = config.backbone.max_position_embeddings
+    if prompt_rows > context:
+        raise PromptError(f"text and recordings are too long: {prompt_rows} rows, the model's context is {context}")
+    frames = min(args.max_frames, context + 1 - prompt_rows)
     options = {"rows": 1, "max_tokens": prompt_rows - 1 + frames, "max_frames": frames}
-    if model.device.type == "cuda":
-        configs = model.config, codec.config if codec else None
-        budget = MemoryBudget(*configs, dtype=model.dtype, device=model.device, **options)
-        free, _ = torch.cuda.mem_get_info(model.device)
-        budget.fit(free + torch.cuda.memory_reserved(model.device))
-    runtime = Runtime(model, codec, **options)
+    budget = MemoryBudget(config, codec if args.stream else None, dtype=dtype, device=device, **options)
+    if device.type == "cuda":
+        # Without --stream the codec lies beside the runtime.
+        weights = [] if args.stream else Codec.on_meta(codec, dtype).parameters()
+        budget.fit(free_memory(device) - sum(weight.nbytes for weight in weights))
+    return budget
+
+
+def _runtime(model: MossTTS, codec: Codec | None, budget: MemoryBudget) -> Runtime:
+    """The runtime as planned. Its prefill has no graphs, which would take longer to capture than they save."""
+    runtime = Runtime(model, codec, **budget.options)
     with progress_bar("capturing graphs", len(runtime.frame.graphs.shapes)) as advance:
         runtime.warm_up(advance, prefill=False)
+    budget.measure(runtime)
     return runtime
 
 

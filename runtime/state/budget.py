@@ -173,13 +173,7 @@ def _on_meta(
     config: ModelConfig, codec_config: CodecConfig | None, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> Runtime:
     """The runtime without memory."""
-    codec = None
-    if codec_config is not None:
-        with torch.device("meta"):
-            codec = Codec(codec_config)
-        # The quantizer always is float32.
-        codec.encoder.to(dtype)
-        codec.decoder.to(dtype)
+    codec = None if codec_config is None else Codec.on_meta(codec_config, dtype)
     return Runtime(MossTTS.on_meta(config).to(dtype), codec, **options)
 
 

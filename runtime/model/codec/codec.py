@@ -46,14 +46,22 @@ class Codec(nn.Module):
         Raises:
             CheckpointError: the config or the tensors cannot be used; the message says which and why.
         """
-        with torch.device("meta"):
-            codec = cls(CodecConfig.from_directory(directory))
+        codec = cls.on_meta(CodecConfig.from_directory(directory))
         load_weights(codec, directory, dtype=None, device="cpu")
         # The parts go to their dtype and device one tensor at a time, from the mapped file.
         codec.encoder.to(device=device, dtype=dtype)
         codec.quantizer.to(device=device, dtype=torch.float32)
         codec.decoder.to(device=device, dtype=dtype)
         return codec.eval()
+
+    @classmethod
+    def on_meta(cls, config: CodecConfig, dtype: torch.dtype = torch.float32) -> "Codec":
+        """The codec without storage, to load into or to learn names and sizes from; its quantizer is float32."""
+        with torch.device("meta"):
+            codec = cls(config)
+        codec.encoder.to(dtype)
+        codec.decoder.to(dtype)
+        return codec
 
     @property
     def dtype(self) -> torch.dtype:
