@@ -1,4 +1,7 @@
-"""The command as a process: signals, closed and full pipes, a full disk. Nothing half-written is left behind."""
+"""The command as a process: signals, closed and full pipes, a full disk. Nothing half-written is left behind.
+
+All on the CPU: a process soon has its device ready there, and has the same frames everywhere.
+"""
 
 import os
 import resource
@@ -50,7 +53,7 @@ def command(name, demo, *options):
     ],
 )
 def test_signals_leave_nothing_behind(demo, tmp_path, number, code, message):
-    arguments = ["synth", "--model", demo, "--seed", "1", "-o", "out.wav", "--stream", "hello"]
+    arguments = ["synth", "--model", demo, "--device", "cpu", "--seed", "1", "-o", "out.wav", "--stream", "hello"]
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, *arguments],
         cwd=tmp_path,
@@ -84,7 +87,7 @@ def test_a_damaged_mp3_is_one_line(demo, tmp_path):
     soundfile.write(path, numpy.random.uniform(-0.5, 0.5, (48_000, 2)), 48_000)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 3] + b"noise" * 100 + data[len(data) // 2 : -2000])
-    encode = command("encode", demo, "in.mp3", "-o", "codes")
+    encode = command("encode", demo, "--device", "cpu", "in.mp3", "-o", "codes")
     result = subprocess.run(encode, cwd=tmp_path, capture_output=True, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert "in.mp3: " in result.stderr and os.listdir(tmp_path) == ["in.mp3"]
@@ -93,7 +96,7 @@ def test_a_damaged_mp3_is_one_line(demo, tmp_path):
 def test_a_full_disk_leaves_nothing_behind(demo, tmp_path):
     """The limit of a file's size stands for the end of the disk."""
     result = subprocess.run(
-        command("synth", demo, "-o", "out.wav", "--seed", "1", "--max-frames", "8", "hello"),
+        command("synth", demo, "--device", "cpu", "-o", "out.wav", "--seed", "1", "--max-frames", "8", "hello"),
         cwd=tmp_path,
         capture_output=True,
         text=True,
