@@ -165,26 +165,28 @@ def test_bf16_errs_at_most_twice_as_much_as_eager(gpu):
         assert (hidden[row].double() - exact).square().mean().sqrt() <= 2 * rounding
 
 
+# Each kind of launch and each block of rows compiles kernels of its own, so these tests share few: the tests of the ops
+# have the others.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dependent", [False, True])
-def test_rows_do_not_depend_on_the_batch(gpu, dependent, monkeypatch):
+@pytest.mark.parametrize(("batches", "dependent"), [((1, 2, 7, 33, 128), False), ((3, 16), True)])
+def test_rows_do_not_depend_on_the_batch(gpu, batches, dependent, monkeypatch):
     _, step, kv, embeds = gpu
     monkeypatch.setattr(_launch, "enabled", False)
     together = kv.clone()
     expected = step.step(embeds, together, together.positions, together.row_map, together.active).clone()
     monkeypatch.setattr(_launch, "enabled", dependent)
-    for batch in (1, 2, 3, 7, 16, 33, 64, 128):
+    for batch in batches:
         index = torch.randperm(128)[:batch].tolist()
         part = kv.clone().take(index)
         hidden = step.step(embeds[index], part, part.positions, part.row_map, part.active)
         require_equal(f"hidden of {batch} rows", hidden, expected[index])
-    require_equal("key_pages", part.key_pages.nan_to_num(), together.key_pages.nan_to_num())
-    require_equal("value_pages", part.value_pages.nan_to_num(), together.value_pages.nan_to_num())
+    if batch == 128:
+        require_equal("key_pages", part.key_pages.nan_to_num(), together.key_pages.nan_to_num())
+        require_equal("value_pages", part.value_pages.nan_to_num(), together.value_pages.nan_to_num())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize("batch", [1, 24, 64, 128])
+@pytest.mark.parametrize(("batch", "dependent"), [(1, True), (16, True), (64, False), (128, False)])
 def test_replay_equals_eager(gpu, batch, dependent, monkeypatch):
     monkeypatch.setattr(_launch, "enabled", dependent)
     _, step, kv, embeds = gpu
