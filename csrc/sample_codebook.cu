@@ -28,9 +28,10 @@ struct BlockSync {
   }
 };
 
-// EPT consecutive logits, by accesses of up to 16 bytes where the row allows it.
+// EPT consecutive logits, by accesses of up to 16 bytes where the row allows it. Kept as they are: a conversion would
+// wait for them.
 template <typename T, int EPT>
-__device__ __forceinline__ void load_scores(const T* row, int vocab, int tid, float (&score)[EPT]) {
+__device__ __forceinline__ void load_logits(const T* row, int vocab, int tid, T (&logit)[EPT]) {
   constexpr int kCount = EPT * sizeof(T) < 16 ? EPT : 16 / sizeof(T);
   using Chunk = Vector<T, kCount>;
   if ((reinterpret_cast<uintptr_t>(row) % sizeof(Chunk)) == 0 && (tid + 1) * EPT <= vocab) {
@@ -38,15 +39,33 @@ __device__ __forceinline__ void load_scores(const T* row, int vocab, int tid, fl
     for (int first = 0; first < EPT; first += kCount) {
       const Chunk chunk = Chunk::load(row + tid * EPT + first);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) score[first + i] = to_float(chunk.value[i]);
+      for (int i = 0; i < kCount; ++i) logit[first + i] = chunk.value[i];
     }
     return;
   }
 #pragma unroll
   for (int e = 0; e < EPT; ++e) {
     const int id = tid * EPT + e;
-    score[e] = id < vocab ? to_float(row[id]) : 0.0f;
+    logit[e] = id < vocab ? row[id] : from_float<T>(0.0f);
   }
+}
+
+// A load that stays where it is written, so that several are in flight before the first is used: the compiler does not
+// move `relaxed` loads. Not `volatile`, which would bypass L1.
+__device__ __forceinline__ int32_t load_now(const int32_t* pointer) {
+  int32_t value;
+  asm volatile("ld.relaxed.cta.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
+__device__ __forceinline__ float load_now(const float* pointer) {
+  float value;
+  asm volatile("ld.relaxed.cta.global.f32 %0, [%1];" : "=f"(value) : "l"(pointer));
+  return value;
+}
+__device__ __forceinline__ int64_t load_now(const int64_t* pointer) {
+  int64_t value;
+  asm volatile("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(value) : "l"(pointer));
+  return value;
 }
 
 template <typename T, int THREADS, int EPT, bool DEPENDENT>
@@ -57,27 +76,31 @@ __global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCo
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize();
   }
-  float score[EPT];
-  const T* logits = static_cast<const T*>(params.logits) + b * params.logits_row_stride;
-  load_scores<T, EPT>(logits, params.vocab, tid, score);
-  const int64_t row = params.row_map[b];
+  const int64_t row = load_now(params.row_map + b);
+  const bool active = params.active[b];
+  T logit[EPT];
+  load_logits<T, EPT>(static_cast<const T*>(params.logits) + b * params.logits_row_stride, params.vocab, tid, logit);
   int64_t* code = params.code + b * params.code_stride;
-  if (!params.active[b]) {
+  if (!active) {
     if (tid == 0) *code = params.pad_id;
     return;
   }
-  SampleParams sampling;
-  sampling.temperature = params.temperature[row];
-  sampling.top_k = params.top_k[row];
-  sampling.top_p = params.top_p[row];
-  sampling.repetition_penalty = params.repetition_penalty ? params.repetition_penalty[row] : 1.0f;
-  sampling.word = params.random_words
-                      ? static_cast<uint32_t>(params.random_words[b])
-                      : philox_word(static_cast<uint64_t>(params.seed[row]), static_cast<uint32_t>(params.frame[row]),
-                                    static_cast<uint32_t>(params.channel));
   const int64_t words = (params.vocab + 31) / 32;
   int32_t* seen = params.seen ? params.seen + (row * params.codebooks + params.codebook) * words : nullptr;
   const uint32_t bits = seen ? seen_bits<EPT>(seen, params.vocab, tid) : 0u;
+  const uint64_t seed = static_cast<uint64_t>(load_now(params.seed + row));
+  // threadIdx.z is 0, but not for the compiler: values that all threads share would take the slower uniform units.
+  const uint32_t frame = static_cast<uint32_t>(load_now(params.frame + row)) + threadIdx.z;
+  SampleParams sampling;
+  sampling.top_k = load_now(params.top_k + row);
+  sampling.top_p = load_now(params.top_p + row);
+  sampling.temperature = load_now(params.temperature + row);
+  sampling.repetition_penalty = params.repetition_penalty ? load_now(params.repetition_penalty + row) : 1.0f;
+  sampling.word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
+                                      : philox_word(seed, frame, static_cast<uint32_t>(params.channel));
+  float score[EPT];
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) score[e] = to_float(logit[e]);
   const SampleResult result =
       sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, bits, tid);
   if (tid == 0) {
@@ -106,12 +129,11 @@ MossStatus check_sizes(const SampleCodebookParams& params) {
   if (status == MOSS_OK) status = check_range(kOp, "vocab", params.vocab, 2, 4096);
   if (status == MOSS_OK) status = check_at_least(kOp, "pool_rows", params.pool_rows, 1);
   if (status == MOSS_OK) status = check_at_least(kOp, "channel", params.channel, 0);
-  if (status == MOSS_OK && params.seen)
-    status = check_range(kOp, "codebook", params.codebook, 0, params.codebooks - 1);
+  if (status == MOSS_OK && params.seen) status = check_range(kOp, "codebook", params.codebook, 0, params.codebooks - 1);
   if (status == MOSS_OK && params.batch > 1 && params.logits_row_stride < params.vocab)
-    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
-                       "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld", kOp, params.vocab,
-                       static_cast<long long>(params.logits_row_stride));
+    status =
+        set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld",
+                  kOp, params.vocab, static_cast<long long>(params.logits_row_stride));
   if (status == MOSS_OK && params.batch > 1) status = check_at_least(kOp, "code_stride", params.code_stride, 1);
   return status == MOSS_OK ? check_dtype(kOp, "logits_dtype", params.logits_dtype) : status;
 }

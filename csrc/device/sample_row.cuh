@@ -1,10 +1,9 @@
 // One draw from one row of logits by the threads of one block: exact integer weights, so that the code is a function of
 // the logits and the parameters alone. Shared by sample_codebook and local_frame_decode.
 //
-// Thread t holds the scores s of ids t*EPT .. t*EPT+EPT-1; z = s / temperature. Two ways lead to the same code:
-//   list   a histogram of the upper half of the scores bounds the top_k set; when that holds at most 64 codes (the
-//   usual
-//          case), one warp finishes the draw with sums over all pairs of them in place of sorting;
+// Thread t holds the scores of ids t*EPT .. t*EPT+EPT-1. Two ways lead to the same code:
+//   list   a histogram of the scores bounds the top_k set; when that holds at most 64 codes (the usual case), sums over
+//          all pairs of them replace sorting;
 //   radix  otherwise exact radix selection of the top_k and top_p thresholds over all ids.
 #pragma once
 #include <cstdint>
@@ -27,7 +26,7 @@ struct SampleResult {
   int status;
 };
 
-constexpr int kSampleBins = 256;
+constexpr int kSampleBins = 128;
 constexpr int kListCapacity = 64;
 
 // Sync::sync() is a barrier of the THREADS threads; Sync::any(p) is one that also tells whether p held in any thread.
@@ -35,11 +34,12 @@ template <int THREADS>
 struct SampleShared {
   static constexpr int kWarps = THREADS / 32;
   union {
-    alignas(16) uint32_t bins[kSampleBins];
+    alignas(16) uint32_t bins[256];
     unsigned long long weight_bins[256];
+    unsigned long long pair_sums[kWarps][kListCapacity];
   };
-  float list_score[kListCapacity];
-  uint32_t list_id[kListCapacity];
+  unsigned long long
+      list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
   unsigned long long warp_sum[kWarps];
   alignas(16) uint32_t warp_key[kWarps];
   alignas(16) uint32_t warp_low[kWarps];
@@ -62,14 +62,8 @@ __device__ __forceinline__ float key_value(uint32_t key) {
   return __uint_as_float((key & 0x80000000u) ? key ^ 0x80000000u : ~key);
 }
 
-// z of a score; an infinite one stays so whatever the temperature (inf / inf would be NaN).
-__device__ __forceinline__ float divided(float score, float temperature) {
-  return isinf(score) ? score : __fdiv_rn(score, temperature);
-}
-
-// round_half_even(2^30 * exp(z - highest)) by a fixed polynomial, each operation rounded on its own; 0 below 2^-32.
-__device__ __forceinline__ uint32_t integer_weight(float z, float highest) {
-  const float u = z == highest ? 0.0f : __fsub_rn(z, highest);
+// round_half_even(2^30 * exp(u)) for u <= 0 by a fixed polynomial, each operation rounded on its own; 0 below 2^-32.
+__device__ __forceinline__ uint32_t integer_weight(float u) {
   const float t = __fmul_rn(u, __uint_as_float(0x3fb8aa3bu));
   if (!(t >= -32.0f)) return 0u;
   const float n = floorf(t);
@@ -85,10 +79,34 @@ __device__ __forceinline__ uint32_t integer_weight(float z, float highest) {
   return __float2uint_rn(__fmul_rn(p, scale));
 }
 
-// (factor * total) >> 32, exact for totals below 2^42.
-__device__ __forceinline__ unsigned long long scaled(uint32_t factor, unsigned long long total) {
-  const unsigned long long low = static_cast<unsigned long long>(factor) * static_cast<uint32_t>(total);
-  return static_cast<unsigned long long>(factor) * static_cast<uint32_t>(total >> 32) + (low >> 32);
+// Division of many scores by one number: __fdiv_rn's own steps, without its branch for each quotient.
+struct Divisor {
+  float value, reciprocal;
+
+  __device__ __forceinline__ explicit Divisor(float divisor) : value(divisor) {
+    const float estimate = __fdividef(1.0f, divisor);
+    reciprocal = __fmaf_rn(estimate, __fmaf_rn(estimate, -divisor, 1.0f), estimate);
+  }
+
+  // Whether `divide` rounds like division for every `plain_score`, and for their products and quotients with another
+  // plain divisor: nothing comes near overflow or underflow.
+  __device__ __forceinline__ bool plain() const { return value >= 0x1p-20f && value <= 0x1p20f; }
+
+  __device__ __forceinline__ float divide(float x) const {
+    const float quotient = __fmul_rn(x, reciprocal);
+    return __fmaf_rn(reciprocal, __fmaf_rn(-value, quotient, x), quotient);
+  }
+};
+
+// A score of -inf takes no part, whatever becomes of it.
+__device__ __forceinline__ bool plain_score(float score) {
+  const float size = fabsf(score);
+  return (size >= 0x1p-60f && size <= 0x1p60f) || score == 0.0f || score == -__int_as_float(0x7f800000);
+}
+
+// (factor * total) >> 32 for a 32- or 33-bit factor, exact for totals below 2^42.
+__device__ __forceinline__ unsigned long long scaled(unsigned long long factor, unsigned long long total) {
+  return factor * (total >> 32) + ((factor * (total & 0xffffffffull)) >> 32);
 }
 
 // Sum over a warp of 32-bit values whose sum may need 38 bits.
@@ -137,42 +155,60 @@ __device__ __forceinline__ uint32_t seen_bits(const int32_t* seen, int vocab, in
   return id < vocab ? static_cast<uint32_t>(seen[id >> 5]) >> (id & 31) : 0u;
 }
 
-// Finishes the draw on the `count` codes of the list, a superset of the top_k set; one warp.
-template <int SLOTS, typename Shared>
-__device__ __forceinline__ int draw_from_list(const Shared& shared, int count, const SampleParams& params,
-                                              float highest, bool top_p_on, uint32_t top_p_fixed, int lane) {
-  uint32_t key[SLOTS], id[SLOTS], weight[SLOTS], above[SLOTS] = {};
-  unsigned long long before[SLOTS] = {};
+// Sums over all pairs of listed codes: warp w adds the codes w, w + W, ... to the sums of the lane's code, then the
+// warps' parts are added. `add(other order, other weight, sum)`; every warp gets every sum. One barrier.
+template <int SLOTS, typename Sync, typename Shared, typename Add>
+__device__ __forceinline__ void sum_pairs(Shared& shared, const uint32_t (&weight)[SLOTS], int count, int lane,
+                                          int warp, unsigned long long (&sum)[SLOTS], Add&& add) {
 #pragma unroll
-  for (int i = 0; i < SLOTS; ++i) {
-    const int at = lane + 32 * i;
-    key[i] = 0, id[i] = 0, weight[i] = 0;
-    if (at < count) {
-      const float z = divided(shared.list_score[at], params.temperature);
-      key[i] = order_key(z);
-      id[i] = shared.list_id[at];
-      weight[i] = integer_weight(z, highest);
-    }
+  for (int i = 0; i < SLOTS; ++i) sum[i] = 0;
+#pragma unroll 4
+  for (int j = warp; j < count; j += Shared::kWarps) {
+    const unsigned long long other = shared.list_order[j];
+    const uint32_t other_weight =
+        __shfl_sync(0xffffffffu, SLOTS > 1 && j >= 32 ? weight[SLOTS - 1] : weight[0], j & 31);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) add(i, other, other_weight);
   }
-  // The number of codes above each one, and the weight before it in (z descending, id ascending). Codes that top_k
-  // drops come after all that it keeps, so they need not be gone yet.
-#pragma unroll 8
-  for (int j = 0; j < count; ++j) {
-    const bool second = SLOTS > 1 && j >= 32;
-    const uint32_t other_key = __shfl_sync(0xffffffffu, second ? key[SLOTS - 1] : key[0], j & 31);
-    const uint32_t other_id = __shfl_sync(0xffffffffu, second ? id[SLOTS - 1] : id[0], j & 31);
-    const uint32_t other_weight = __shfl_sync(0xffffffffu, second ? weight[SLOTS - 1] : weight[0], j & 31);
+  if constexpr (Shared::kWarps > 1) {
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) shared.pair_sums[warp][lane + 32 * i] = sum[i];
+    Sync::sync();
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      above[i] += other_key > key[i];
-      if (other_key > key[i] || (other_key == key[i] && other_id < id[i])) before[i] += other_weight;
+      sum[i] = 0;
+#pragma unroll
+      for (int w = 0; w < Shared::kWarps; ++w) sum[i] += shared.pair_sums[w][lane + 32 * i];
     }
   }
+}
+
+// Finishes the draw on the `count` codes of the list, a superset of the top_k set. Every warp arrives at the code.
+template <int SLOTS, typename Sync, typename Shared>
+__device__ __forceinline__ int draw_from_list(Shared& shared, int count, float max_value, int top_k, bool top_p_on,
+                                              unsigned long long top_p_fixed, uint32_t word, int lane, int warp) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  unsigned long long order[SLOTS], sum[SLOTS] = {};
+  uint32_t weight[SLOTS];
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    const bool listed = lane + 32 * i < count;
+    order[i] = listed ? shared.list_order[lane + 32 * i] : 0ull;
+    const float value = key_value(static_cast<uint32_t>(order[i] >> 32));
+    weight[i] = listed ? integer_weight(value == max_value ? 0.0f : __fsub_rn(value, max_value)) : 0u;
+  }
+  // The weight before each code in the low bits, the number of codes strictly above it in the high ones. Codes that
+  // top_k drops come after all that it keeps, so they need not be gone yet.
+  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum,
+                         [&](int i, unsigned long long other, uint32_t other_weight) {
+                           sum[i] += (other > order[i] ? other_weight : 0u) +
+                                     (static_cast<unsigned long long>((other >> 32) > (order[i] >> 32)) << 48);
+                         });
   unsigned long long total = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
     // A code stays when fewer than k codes are strictly above it: ties at the edge all stay.
-    if (static_cast<int>(above[i]) >= params.top_k) weight[i] = 0;
+    if (static_cast<int>(sum[i] >> 48) >= top_k) weight[i] = 0;
     total += warp_sum_wide(weight[i]);
   }
   if (top_p_on) {
@@ -180,27 +216,23 @@ __device__ __forceinline__ int draw_from_list(const Shared& shared, int count, c
     total = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      if (before[i] > bound) weight[i] = 0;
+      if ((sum[i] & ((1ull << 48) - 1)) > bound) weight[i] = 0;
       total += warp_sum_wide(weight[i]);
     }
   }
-  const unsigned long long target = scaled(params.word, total);
-  unsigned long long through[SLOTS] = {};
-#pragma unroll 8
-  for (int j = 0; j < count; ++j) {
-    const bool second = SLOTS > 1 && j >= 32;
-    const uint32_t other_id = __shfl_sync(0xffffffffu, second ? id[SLOTS - 1] : id[0], j & 31);
-    const uint32_t other_weight = __shfl_sync(0xffffffffu, second ? weight[SLOTS - 1] : weight[0], j & 31);
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) through[i] += other_id <= id[i] ? other_weight : 0u;
-  }
+  if constexpr (Shared::kWarps > 1) Sync::sync();
+  sum_pairs<SLOTS, Sync>(
+      shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
+        sum[i] += static_cast<uint32_t>(other) >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
+      });
+  const unsigned long long target = scaled(word, total);
   uint32_t code = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    if (weight[i] != 0 && through[i] > target && through[i] - weight[i] <= target) code = id[i];
+    if (weight[i] != 0 && sum[i] > target && sum[i] - weight[i] <= target) code = ~static_cast<uint32_t>(order[i]);
   }
   // One lane has it; the others hold 0.
-  return static_cast<int>(__reduce_or_sync(0xffffffffu, code));
+  return static_cast<int>(__reduce_or_sync(kAll, code));
 }
 
 // The k-th highest key by radix selection (the block holds more than k candidates).
@@ -302,29 +334,52 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   const bool top_k_on = top_k > 0 && top_k < vocab;
   const bool top_p_on = params.top_p > 0.0f && params.top_p < 1.0f;
 
-  for (int i = tid; i < kSampleBins; i += THREADS) shared.bins[i] = 0;
+#pragma unroll
+  for (int first = 0; first < kSampleBins; first += THREADS)
+    if (first + tid < kSampleBins) shared.bins[first + tid] = 0;
   if (tid == 0) shared.list_count = 0;
 
-  uint32_t infinite = 0, candidate = 0;
-  float high = -infinity, low = infinity;
+  uint32_t key[EPT], infinite = 0;
+  float value[EPT];
   bool nonfinite = false;
+  const auto prepare = [&](auto&& divide_by_penalty, auto&& divide_by_temperature) {
+    infinite = 0;
+    nonfinite = false;
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      const bool inside = tid * EPT + e < vocab;
+      float s = score[e];
+      if (penalised) {
+        const float divided = divide_by_penalty(s), multiplied = __fmul_rn(s, params.repetition_penalty);
+        if ((seen >> e) & 1u) s = s < 0.0f ? multiplied : divided;
+      }
+      nonfinite |= inside && !(s < infinity);
+      infinite |= static_cast<uint32_t>(inside && s == infinity) << e;
+      // An infinite score stays one whatever the temperature: inf / inf would be NaN.
+      const float divided = divide_by_temperature(s);
+      const bool candidate = inside && s > -infinity;
+      value[e] = !candidate ? 0.0f : greedy || s == infinity ? s : divided;
+      key[e] = candidate ? order_key(value[e]) : 0u;
+    }
+  };
+  const Divisor penalty(params.repetition_penalty), temperature(params.temperature);
+  bool plain = (greedy || temperature.plain()) && (!penalised || penalty.plain());
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) plain &= plain_score(score[e]);
+  if (plain) {
+    prepare([&](float s) { return penalty.divide(s); }, [&](float s) { return temperature.divide(s); });
+  } else {
+    prepare([&](float s) { return __fdiv_rn(s, params.repetition_penalty); },
+            [&](float s) { return __fdiv_rn(s, params.temperature); });
+  }
+  uint32_t max_key = 0, min_key = kAll;
 #pragma unroll
   for (int e = 0; e < EPT; ++e) {
-    if (tid * EPT + e >= vocab) continue;
-    float s = score[e];
-    if (penalised && ((seen >> e) & 1u))
-      s = s < 0.0f ? __fmul_rn(s, params.repetition_penalty) : __fdiv_rn(s, params.repetition_penalty);
-    score[e] = s;
-    nonfinite |= !(s < infinity);
-    if (s > -infinity) {
-      candidate |= 1u << e;
-      infinite |= static_cast<uint32_t>(s == infinity) << e;
-      high = fmaxf(high, s);
-      low = fminf(low, s);
-    }
+    max_key = max(max_key, key[e]);
+    min_key = min(min_key, key[e] ? key[e] : kAll);
   }
-  uint32_t max_key = __reduce_max_sync(kAll, candidate ? order_key(high) : 0u);
-  uint32_t min_key = __reduce_min_sync(kAll, candidate ? order_key(low) : kAll);
+  max_key = __reduce_max_sync(kAll, max_key);
+  min_key = __reduce_min_sync(kAll, min_key);
   if (lane == 0) shared.warp_key[warp] = max_key, shared.warp_low[warp] = min_key;
   nonfinite = Sync::any(nonfinite);
   if constexpr (kWarps % 4 == 0) {
@@ -332,26 +387,29 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     for (int w = 0; w < kWarps; w += 4) {
       const uint4 four = *reinterpret_cast<const uint4*>(&shared.warp_key[w]);
       max_key = max(max_key, max(max(four.x, four.y), max(four.z, four.w)));
-      const uint4 least = *reinterpret_cast<const uint4*>(&shared.warp_low[w]);
-      min_key = min(min_key, min(min(least.x, least.y), min(least.z, least.w)));
+      const uint4 low = *reinterpret_cast<const uint4*>(&shared.warp_low[w]);
+      min_key = min(min_key, min(min(low.x, low.y), min(low.z, low.w)));
     }
   }
   SampleResult result;
   result.status = nonfinite ? kStatusNonfinite : 0;
-  // With +inf present only the +inf codes stay: a finite score that overflows in the division must not.
-  if (nonfinite && Sync::any(infinite != 0)) candidate = infinite;
+  if (nonfinite && Sync::any(infinite != 0)) {
+    // With +inf present only the +inf codes stay: a finite score that overflowed in the division must go.
+#pragma unroll
+    for (int e = 0; e < EPT; ++e)
+      if (!((infinite >> e) & 1u)) key[e] = 0;
+  }
   if (max_key == 0) {
     result.status |= kStatusEmpty;
     result.code = 0;
     return result;
   }
 
-  const float top = key_value(max_key), bottom = key_value(min_key);
   if (greedy) {
     uint32_t first = kAll;
 #pragma unroll
     for (int e = EPT - 1; e >= 0; --e)
-      if (((candidate >> e) & 1u) && score[e] == top) first = static_cast<uint32_t>(tid * EPT + e);
+      if (key[e] == max_key) first = static_cast<uint32_t>(tid * EPT + e);
     first = __reduce_min_sync(kAll, first);
     Sync::sync();
     if (lane == 0) shared.warp_key[warp] = first;
@@ -362,53 +420,46 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     return result;
   }
 
-  const float highest = divided(top, params.temperature), lowest = divided(bottom, params.temperature);
-  // A product by a power of two is exact, so that only the conversion rounds; below 2^32 for top_p < 1.
-  const uint32_t top_p_fixed = __float2uint_rn(__fmul_rn(params.top_p, 4294967296.0f));
+  const float max_value = key_value(max_key);
+  // The product with 2^32 is exact; what is rounded, to even, is its fraction.
+  const unsigned long long top_p_fixed = __float2ull_rn(__fmul_rn(params.top_p, 0x1p32f));
+  const auto below_max = [&](int e) { return key[e] == max_key ? 0.0f : __fsub_rn(max_value, value[e]); };
 
-  // The upper half of the range of scores is cut into bins of equal width. Where they are wide against the rounding of
-  // z, a code whose z equals that of the k-th one lies in its bin or in the next, so that both are listed; the list is
-  // exact.
-  const float range = __fsub_rn(highest, lowest);
-  const float scale = __fdividef(2 * kSampleBins, __fsub_rn(top, bottom));
-  if (top_k_on && scale > 0.0f && range < infinity && range > 0x1p-100f &&
-      range > 0x1p-12f * fmaxf(fabsf(highest), fabsf(lowest))) {
-    float distance[EPT];
+  bool select_k = false;
+  if (top_k_on) {
+    // Bins of equal width from the maximum to the minimum. Any monotone map would do: what shares the edge bin with the
+    // k-th code is listed too, and the list is exact.
+    const float range = __fsub_rn(max_value, key_value(min_key));
+    const float bins_per_unit = range > 0.0f && range < infinity ? __fdividef(kSampleBins, range) : 0.0f;
+    int bin[EPT];
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
-      distance[e] = (candidate >> e) & 1u ? __fmul_rn(__fsub_rn(top, score[e]), scale) : infinity;
-      if (distance[e] < kSampleBins) atomicAdd(&shared.bins[static_cast<int>(distance[e])], 1u);
+      bin[e] = key[e] ? min(kSampleBins - 1, static_cast<int>(below_max(e) * bins_per_unit)) : kSampleBins;
+      if (key[e]) atomicAdd(&shared.bins[bin[e]], 1u);
     }
     Sync::sync();
     // Every warp finds the bin of the k-th code for itself: no barrier is needed to share it.
-    constexpr int kBinsPerLane = kSampleBins / 32;
-    uint32_t through[kBinsPerLane], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kBinsPerLane; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(&shared.bins[lane * kBinsPerLane + i]);
-      through[i] = sum + four.x, through[i + 1] = through[i] + four.y, through[i + 2] = through[i + 1] + four.z;
-      sum = through[i + 3] = through[i + 2] + four.w;
-    }
-    const uint32_t next_count = __shfl_down_sync(kAll, through[0], 1);
-    const uint32_t inclusive = warp_inclusive_scan(sum, lane), before = inclusive - sum;
+    const uint4 count = *reinterpret_cast<const uint4*>(&shared.bins[lane * 4]);
+    const uint32_t to_x = count.x, to_y = to_x + count.y, to_z = to_y + count.z, to_w = to_z + count.w;
+    const uint32_t inclusive = warp_inclusive_scan(to_w, lane), before = inclusive - to_w;
     const uint32_t wanted = static_cast<uint32_t>(top_k);
+    const uint32_t candidates = __shfl_sync(kAll, inclusive, 31);
     const uint32_t reached = __ballot_sync(kAll, inclusive >= wanted);
-    int step = 0;
-    uint32_t listed = through[1];
-#pragma unroll
-    for (int i = 1; i < kBinsPerLane; ++i) {
-      if (before + through[i - 1] < wanted)
-        step = i, listed = i + 1 < kBinsPerLane ? through[i + 1 < kBinsPerLane ? i + 1 : i] : sum + next_count;
+    int edge_bin = kSampleBins - 1;
+    uint32_t listed = candidates;
+    if (reached) {
+      const uint32_t missing = wanted - before;
+      const int step = missing <= to_x ? 0 : missing <= to_y ? 1 : missing <= to_z ? 2 : 3;
+      const uint32_t through = before + (step == 0 ? to_x : step == 1 ? to_y : step == 2 ? to_z : to_w);
+      const int owner = __ffs(reached) - 1;
+      edge_bin = __shfl_sync(kAll, lane * 4 + step, owner);
+      listed = __shfl_sync(kAll, through, owner);
     }
-    const int owner = reached ? __ffs(reached) - 1 : 31;
-    const int edge = __shfl_sync(kAll, lane * kBinsPerLane + step + 1, owner);
-    listed = __shfl_sync(kAll, before + listed, owner);
-    if (reached && edge < kSampleBins && listed <= kListCapacity) {
-      const float limit = static_cast<float>(edge + 1);
+    if (listed <= kListCapacity) {
       uint32_t chosen[EPT], mine = 0;
 #pragma unroll
       for (int e = 0; e < EPT; ++e) {
-        chosen[e] = __ballot_sync(kAll, distance[e] < limit);
+        chosen[e] = __ballot_sync(kAll, bin[e] <= edge_bin);
         mine += __popc(chosen[e]);
       }
       if (mine) {
@@ -417,48 +468,32 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
         at = __shfl_sync(kAll, at, 0);
 #pragma unroll
         for (int e = 0; e < EPT; ++e) {
-          if (distance[e] < limit) {
-            const uint32_t place = at + __popc(chosen[e] & ((1u << lane) - 1u));
-            shared.list_score[place] = score[e];
-            shared.list_id[place] = static_cast<uint32_t>(tid * EPT + e);
-          }
+          if (bin[e] <= edge_bin)
+            shared.list_order[at + __popc(chosen[e] & ((1u << lane) - 1u))] =
+                (static_cast<unsigned long long>(key[e]) << 32) | ~static_cast<uint32_t>(tid * EPT + e);
           at += __popc(chosen[e]);
         }
       }
       Sync::sync();
-      if (warp == 0) {
-        const int length = static_cast<int>(listed);
-        const int code = length <= 32 ? draw_from_list<1>(shared, length, params, highest, top_p_on, top_p_fixed, lane)
-                                      : draw_from_list<2>(shared, length, params, highest, top_p_on, top_p_fixed, lane);
-        if (lane == 0) shared.code = code;
-      }
-      Sync::sync();
-      result.code = shared.code;
+      const int length = static_cast<int>(listed);
+      result.code = length <= 32 ? draw_from_list<1, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
+                                                           params.word, lane, warp)
+                                 : draw_from_list<2, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
+                                                           params.word, lane, warp);
       return result;
     }
+    select_k = candidates > wanted;
   }
 
-  uint32_t key[EPT], weight[EPT];
+  uint32_t weight[EPT];
 #pragma unroll
-  for (int e = 0; e < EPT; ++e) {
-    key[e] = 0, weight[e] = 0;
-    if ((candidate >> e) & 1u) {
-      const float z = divided(score[e], params.temperature);
-      key[e] = order_key(z);
-      weight[e] = integer_weight(z, highest);
-    }
-  }
-  if (top_k_on) {
-    // kth_key needs more candidates than k.
-    unsigned long long candidates;
+  for (int e = 0; e < EPT; ++e) weight[e] = key[e] ? integer_weight(-below_max(e)) : 0u;
+  if (select_k) {
     Sync::sync();
-    block_exclusive_scan<THREADS, Sync>(__popc(candidate), shared.warp_sum, &candidates, tid);
-    if (candidates > static_cast<unsigned long long>(top_k)) {
-      const uint32_t threshold = kth_key<THREADS, EPT, Sync>(shared, key, top_k, tid);
+    const uint32_t threshold = kth_key<THREADS, EPT, Sync>(shared, key, top_k, tid);
 #pragma unroll
-      for (int e = 0; e < EPT; ++e)
-        if (key[e] < threshold) key[e] = 0, weight[e] = 0;
-    }
+    for (int e = 0; e < EPT; ++e)
+      if (key[e] < threshold) key[e] = 0, weight[e] = 0;
   }
   Sync::sync();
   unsigned long long mine = 0, total;

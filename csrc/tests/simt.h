@@ -266,6 +266,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // Within 2 ulp of the quotient; 0 for a divisor above 2^126.
 inline float __fdividef(float a, float b) {
   if (std::fabs(b) > 0x1p126f && std::isfinite(b)) return 0.0f;
@@ -277,7 +278,7 @@ inline float __fdividef(float a, float b) {
 }
 // The default rounding mode is to nearest, ties to even.
 inline uint32_t __float2uint_rn(float value) { return simt::convert<uint32_t>(std::nearbyint(value)); }
-inline unsigned long long __double2ull_rn(double value) {
+inline unsigned long long __float2ull_rn(float value) {
   return simt::convert<unsigned long long>(std::nearbyint(value));
 }
 inline uint32_t __float_as_uint(float value) { return simt::bits_as<uint32_t>(value); }
