@@ -56,8 +56,10 @@ __device__ __forceinline__ uint64_t policy_evict_last() {
   return policy;
 }
 
-// Orders this thread's ordinary accesses with later accesses of the copy engine or the tensor cores, and the reverse.
+// Orders this thread's ordinary accesses with later accesses of the copy engine or the tensor cores, and the reverse;
+// to all memory, or to global memory alone, which is much faster.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Adds to a counter in global memory; everything that this block's barrier has ordered before is visible to a waiter.
 __device__ __forceinline__ void counter_release(unsigned* counter) {

@@ -86,7 +86,7 @@ struct ActivationStreamer : Names {
     using Work = Workspace<Dims>;
     const int64_t offset = input == kNormed ? Work::kNormed : input == kAttention ? Work::kAttention : Work::kInner;
     progress.wait();
-    fence_async();
+    fence_async_global();
     stream_activations<P>(rings, cursor, workspace + offset, policy);
     progress.target += gridDim.x;
   }
@@ -122,7 +122,7 @@ struct Compute : Names {
   // Tells the other blocks that this one has done its part of a phase. What the copy engine will read needs a fence of
   // its own.
   __device__ __forceinline__ void arrive(bool feeds_products) {
-    if (feeds_products) fence_async();
+    if (feeds_products) fence_async_global();
     ComputeSync::sync();
     if (threadIdx.x == 0) counter_release(progress.counter);
   }

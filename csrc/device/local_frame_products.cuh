@@ -132,9 +132,12 @@ __device__ __forceinline__ void stream_weights(Ring& rings, const bf16* packed, 
     barrier_wait(shared_address(&rings.weights_empty[cursor.index]), cursor.parity ^ 1u);
     const uint32_t full = shared_address(&rings.weights_full[cursor.index]);
     barrier_expect(full, walk.bytes);
-    // The projection is small and comes back at every position: worth keeping in L2.
+    // All but the heads come back at every position. L2 has room for the projection and, where activations are few, for
+    // a quarter of fc_out.
+    const bool keep = walk.kind == Walk::kProjection ||
+                      (Ring::kColumns <= 16 && walk.kind == Walk::kInnerOut && walk.stage * 4 < walk.stages);
     bulk_load(shared_address(rings.weights[cursor.index]), walk.source, walk.bytes, full,
-              walk.kind == Walk::kProjection ? evict_last : evict_first);
+              keep ? evict_last : evict_first);
     cursor.advance(Ring::kWeightStages);
   }
 }

@@ -191,7 +191,7 @@ __device__ __forceinline__ Row<Dims> layer_norm(RowMemory& memory, const Row<Dim
                                                 const RowConstants<Dims>& constants, float epsilon) {
   const Moments moments = block_moments<Dims>(memory, row);
   const float mean = moments.mean, variance = moments.squares * (1.0f / Dims::kHidden);
-  const float scale = 1.0f / sqrtf(variance + epsilon);
+  const float scale = rsqrtf(variance + epsilon);
   Row<Dims> out;
   for_pairs<Dims>([&](int i, int) {
     const float2 w = __bfloat1622float2(constants.weight[i]), c = __bfloat1622float2(constants.bias[i]);
