@@ -190,12 +190,12 @@ def save(rows: list[dict[str, object]], options: argparse.Namespace) -> None:
         print(f"{row['case']:32} {row['impl']:16} {spread}   {row['ratio_to_floor']:8.1f} x floor", flush=True)
     if options.dry_run:
         return
-    commit = options.commit or _commit()
+    commit, now = options.commit or _commit(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
     gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    path = options.results / gpu / f"{datetime.date.today():%Y-%m-%d}-{commit}.jsonl"
+    path = options.results / gpu / f"{now[:10]}-{commit}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(row | {"sha": commit}) + "\n" for row in rows)
+        file.writelines(json.dumps(row | {"sha": commit, "time": now}) + "\n" for row in rows)
 
 
 def smoke(case: Case, variants: list[Variant]) -> None:
