@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -357,12 +356,3 @@ def test_hugging_face_ids(demo, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert "not fetched from Hugging Face (no route)" in refused_synth(capsys, "--model", "other/model", TEXT)
     assert run("inspect", "--model", "some/model") == 0
-
-
-def test_the_library_example_of_the_readme(demo, monkeypatch):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len([line for line in example.splitlines() if line]) <= 10
-    Path("demo-checkpoint").symlink_to(demo)
-    Path("runtime").symlink_to(ROOT / "runtime")
-    exec(compile(example, "README.md", "exec"), {})
-    assert load_audio("speech.wav").shape[1] >= 3840

@@ -24,15 +24,23 @@ def run(*command: str | Path) -> None:
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
-def test_library_example_runs(tmp_path, monkeypatch):
+def test_library_examples_run(tmp_path, monkeypatch, capsys):
     write_demo_checkpoint(tmp_path / "demo-checkpoint")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     monkeypatch.chdir(tmp_path)
-    example = code_block("python", "MossTTS")
-    assert len(example.splitlines()) <= 10
-    exec(example, {})
+    model_example, runtime_example = code_block("python", "MossTTS"), code_block("python", "Runtime(")
+    assert max(len(example.splitlines()) for example in (model_example, runtime_example)) <= 10
+    names: dict = {}
+    exec(model_example, names)
     info = soundfile.info("speech.wav")
     assert (info.samplerate, info.channels, info.frames > 0) == (48000, 2, True)
+    capsys.readouterr()
+    exec(runtime_example, names)
+    results = eval(capsys.readouterr().out)
+    # The runtime draws what the model draws.
+    assert results[0][0] == len(names["speech"].codes) == info.frames // 3840
+    for index, (frames, _) in enumerate(results):
+        assert sum(audio.shape[1] for number, audio in names["heard"] if number == index) == 3840 * frames
 
 
 def test_linked_example_builds(moss_library, tmp_path):
