@@ -131,6 +131,11 @@ class Runtime:
         """Requests have frames to make, or frames that the host has not learnt of."""
         return any(not request.ended for request in self._requests.values())
 
+    @property
+    def in_flight(self) -> int:
+        """Launches that the host has not learnt of."""
+        return len(self._flights)
+
     @torch.no_grad()
     def warm_up(self, progress: Callable[[], None] = lambda: None, *, prefill: bool = True) -> None:
         """Compile, load and capture everything, before the first request.

@@ -1,0 +1,147 @@
+"""Which streams go into the next codec call, and with how many frames: decisions over plain numbers."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+from moss_runtime.engine.config import EngineConfig
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    """A request between its frames and its audio.
+
+    Attributes:
+        known: frames that exist.
+        taken: of these, frames that went to the codec.
+        chunks: codec calls that it was in.
+        final: no frame will follow.
+        whole: it has no codec slot; all frames are decoded at the end.
+        room: frames that its client can take now.
+        ripe_since: when its next chunk became ready; None while it is not.
+        horizon: when its client, playing in real time, will have played what has been taken; None before the first.
+    """
+
+    known: int = 0
+    taken: int = 0
+    chunks: int = 0
+    final: bool = False
+    whole: bool = False
+    room: float = math.inf
+    ripe_since: float | None = None
+    horizon: float | None = None
+
+    @property
+    def pending(self) -> int:
+        """Frames that wait for the codec."""
+        return self.known - self.taken
+
+    @property
+    def flushed(self) -> bool:
+        """All frames that it will ever have went to the codec."""
+        return self.final and not self.pending
+
+
+class Chunking:
+    """The policy of `EngineConfig`: ramp, waiting bounds, who joins a call made for others.
+
+    A call serves first chunks alone, or the streams whose wait is over; then its length is that of the longest of
+    these chunks, and streams whose own chunk would fill most of it join.
+    """
+
+    def __init__(self, config: EngineConfig, frame_rate: float):
+        """Args: frame_rate: frames of a second of audio."""
+        self._config, self._frame_rate = config, frame_rate
+
+    def update(self, streams: Collection[Stream], now: float, *, pressed: bool = False) -> None:
+        """Note which chunks have become ready. pressed: frames must leave, so that whatever is pending is."""
+        for stream in streams:
+            if not self._is_ripe(stream, pressed):
+                stream.ripe_since = None
+            elif stream.ripe_since is None:
+                stream.ripe_since = now
+
+    def select(
+        self, streams: Collection[Stream], now: float, *, idle: bool, pressed: bool = False
+    ) -> list[tuple[Stream, int]]:
+        """Streams of the next call and the frames of each, or an empty list.
+
+        Args:
+            streams: after `update`.
+            now: seconds on the clock of `update`.
+            idle: no call is under way; otherwise only first chunks are served.
+            pressed: nobody waits.
+        """
+        ripe = [stream for stream in streams if stream.ripe_since is not None]
+        due = [stream for stream in ripe if pressed or self.deadline(stream) <= now]
+        first = [stream for stream in due if self._is_first(stream)]
+        if first:
+            return self._cut(first, self._config.chunk_ramp[0])
+        if not idle:
+            return []
+        if not due and self._most_are_full(streams):
+            due = ripe
+        if not due:
+            return []
+        length = max(self._frames(stream) for stream in due)
+        return self._cut(self._joined(due, streams, length), length)
+
+    def is_stalled(self, stream: Stream) -> bool:
+        """Its client has to read before it goes on."""
+        return stream.room < min(stream.pending, self._size(stream))
+
+    def deadline(self, stream: Stream) -> float:
+        """When the ripe chunk of a stream is to be enqueued at the latest."""
+        config = self._config
+        if self._is_first(stream):
+            return stream.ripe_since
+        wait = config.final_wait_ms if stream.final else config.chunk_wait_ms
+        deadline = stream.ripe_since + wait / 1e3
+        if config.stream and stream.horizon is not None:
+            deadline = min(deadline, stream.horizon - config.chunk_lead_ms / 1e3)
+        return deadline
+
+    def take(self, stream: Stream, count: int, now: float) -> None:
+        """Account for a chunk that has been enqueued."""
+        stream.taken += count
+        stream.chunks += 1
+        stream.ripe_since = None
+        start = now if stream.horizon is None else max(now, stream.horizon)
+        stream.horizon = start + count / self._frame_rate
+
+    def _is_first(self, stream: Stream) -> bool:
+        return self._config.stream and stream.chunks == 0
+
+    def _size(self, stream: Stream) -> int:
+        """Frames that make its next chunk ready."""
+        ramp = self._config.chunk_ramp
+        return ramp[min(stream.chunks, len(ramp) - 1)]
+
+    def _is_ripe(self, stream: Stream, pressed: bool) -> bool:
+        if stream.whole or not stream.pending or self.is_stalled(stream):
+            return False
+        return stream.final or pressed or stream.pending >= self._size(stream)
+
+    def _frames(self, stream: Stream) -> int:
+        return min(stream.pending, self._config.largest_chunk, stream.room)
+
+    def _most_are_full(self, streams: Collection[Stream]) -> bool:
+        """Waiting would gain little: at least half of the streams that make frames fill the largest chunk."""
+        running = [stream for stream in streams if not (stream.final or stream.whole)]
+        full = sum(self._frames(stream) == self._config.largest_chunk for stream in running)
+        return full > 0 and 2 * full >= len(running)
+
+    def _joined(self, due: list[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
+        """The due streams, and others that fill enough of a call of `length` frames."""
+        least = max(self._config.join_fraction * length, 1)
+        return due + [stream for stream in streams if stream not in due and self._may_join(stream, least)]
+
+    def _may_join(self, stream: Stream, least: float) -> bool:
+        if stream.whole or self._is_first(stream):
+            return False
+        return self._frames(stream) >= least or (stream.final and stream.ripe_since is not None)
+
+    def _cut(self, streams: list[Stream], length: int) -> list[tuple[Stream, int]]:
+        """At most a batch of them, the most urgent first."""
+        streams = sorted(streams, key=lambda s: math.inf if s.ripe_since is None else self.deadline(s))
+        return [(stream, min(self._frames(stream), length)) for stream in streams[: self._config.batch]]

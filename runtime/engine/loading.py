@@ -1,0 +1,69 @@
+"""An engine from checkpoint directories, with the memory of its device planned first."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from moss_runtime.engine.config import EngineConfig
+from moss_runtime.engine.engine import Engine
+from moss_runtime.model.codec import Codec, CodecConfig
+from moss_runtime.model.config import ModelConfig
+from moss_runtime.model.prompt import PromptBuilder
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe import Metrics
+from moss_runtime.state.budget import MemoryBudget
+
+
+def load_engine(
+    config: EngineConfig,
+    model: str | Path,
+    codec: str | Path,
+    *,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    metrics: Metrics | None = None,
+) -> Engine:
+    """Load checkpoints and warm up. On a GPU the KV pages are as many as fit beside everything else.
+
+    Args:
+        config: settings.
+        model: directory with `config.json`, weights and `tokenizer.json`.
+        codec: directory of the codec.
+        device: of both.
+        dtype: of weights and state.
+        metrics: as in `Engine`.
+
+    Raises:
+        CheckpointError: as `MossTTS.from_pretrained` and `Codec.from_pretrained`.
+        MemoryBudgetError: it does not fit into the memory that is free.
+    """
+    device = torch.device(device)
+    model_config, codec_config = ModelConfig.from_directory(model), CodecConfig.from_directory(codec)
+    if device.type == "cuda":
+        config = fitted(config, model_config, codec_config, device, dtype)
+    parts = {"dtype": dtype, "device": device}
+    prompts = PromptBuilder(Path(model) / "tokenizer.json", model_config)
+    weights = MossTTS.from_pretrained(model, **parts), Codec.from_pretrained(codec, **parts)
+    engine = Engine(config, *weights, prompts, metrics=metrics)
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def fitted(
+    config: EngineConfig, model: ModelConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype
+) -> EngineConfig:
+    """Settings with as many KV pages as fit into the free memory of a GPU, before any weights are on it.
+
+    Raises:
+        MemoryBudgetError: it does not fit.
+    """
+    options = {"rows": config.rows, "max_tokens": config.max_tokens, "max_frames": config.max_frames}
+    options |= {"pages": config.pages, "chunks": config.chunk_lengths, "graphs": config.graphs}
+    budget = MemoryBudget(model, codec, dtype=dtype, device=device, **options)
+    free, _ = torch.cuda.mem_get_info(device)
+    return dataclasses.replace(config, pages=budget.fit(free + torch.cuda.memory_reserved(device)))

@@ -1,0 +1,286 @@
+"""What the engine's thread does: admits requests, makes frames, feeds the codec, holds back, ends requests."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+from moss_runtime.engine.chunking import Chunking, Stream
+from moss_runtime.engine.codec_stage import Call, CodecStage, Piece
+from moss_runtime.engine.config import EngineConfig
+from moss_runtime.engine.jobs import Job
+from moss_runtime.engine.output import Output
+from moss_runtime.engine.request import DeadlineExceeded, NoCodecSlot
+from moss_runtime.engine.stats import Stats
+from moss_runtime.errors import CheckpointError, PromptError
+from moss_runtime.graphs.runtime import Runtime
+from moss_runtime.model.tts import NOT_FINITE
+from moss_runtime.state.decode_pool import PoolFull, StaleLeaseError
+from moss_runtime.state.kv_cache import OutOfPages
+
+_log = logging.getLogger("moss_runtime.engine")
+
+
+class Scheduler:
+    """All decisions over requests, on one thread; nothing here waits for the device.
+
+    Attributes:
+        waiting: requests without a row, first come first served.
+        live: requests with a row, by id.
+    """
+
+    def __init__(self, config: EngineConfig, runtime: Runtime, stage: CodecStage, output: Output, stats: Stats):
+        self._config, self._runtime, self._stage = config, runtime, stage
+        self._output, self._stats = output, stats
+        self._chunking = Chunking(config, stage.codec.config.frame_rate)
+        self.waiting: list[Job] = []
+        self.live: dict[int, Job] = {}
+        self._pages = 0
+        self._admissible_since: float | None = None
+        self._pressed = False
+        stats.watch(
+            requests_waiting=lambda: len(self.waiting),
+            requests_live=lambda: len(self.live),
+            rows_in_use=lambda: runtime.pool.in_use,
+            codec_slots_in_use=lambda: stage.chunk.slots.null_slot - stage.chunk.slots.free,
+            frames_pending=lambda: sum(job.stream.pending for job in list(self.live.values())),
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not (self.waiting or self.live)
+
+    def step(self) -> bool:
+        """Do whatever can be done now; whether anything was."""
+        ended = self._end_unwanted(time.perf_counter())
+        admitted = self._admit(time.perf_counter())
+        self._hold_back()
+        learnt = self._make_frames()
+        enqueued = self._feed_codec(time.perf_counter())
+        return ended or admitted or learnt or enqueued
+
+    def next_time(self) -> float | None:
+        """When there may be something to do without a sign from elsewhere; None: never."""
+        times = [job.deadline for job in self._jobs() if job.deadline is not None]
+        if self._admissible_since is not None:
+            times.append(self._admissible_since + self._config.prefill_wait_ms / 1e3)
+        if self._stage.idle:
+            streams = [job.stream for job in self.live.values() if job.stream.ripe_since is not None]
+            times += map(self._chunking.deadline, streams)
+        return min(times, default=None)
+
+    def end_all(self, reason: str, error: Exception | None = None) -> None:
+        """End every request."""
+        for job in list(self._jobs()):
+            self._end(job, reason, error)
+
+    def _jobs(self) -> Iterator[Job]:
+        yield from self.waiting
+        yield from self.live.values()
+
+    def _end_unwanted(self, now: float) -> bool:
+        unwanted = [
+            job
+            for job in self._jobs()
+            if job.handle.aborted or job.failure is not None or (job.deadline is not None and job.deadline <= now)
+        ]
+        for job in unwanted:
+            if job.handle.aborted:
+                self._end(job, "abort")
+            elif job.failure is not None:
+                self._end(job, "error", job.failure)
+            else:
+                self._end(job, "error", DeadlineExceeded(f"not finished within {job.request.deadline_s} s"))
+        return bool(unwanted)
+
+    def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        """Give everything back that a request holds, whatever it was doing, and tell its caller."""
+        if job.row is not None:
+            with contextlib.suppress(StaleLeaseError):  # a launch that failed has ended it
+                self._runtime.abort(job.row, self._stage.event if job.stream.taken else None)
+        self._leave(job, reason, error)
+
+    def _leave(self, job: Job, reason: str, error: Exception | None) -> None:
+        """After the row: codec slot, frames on their way, pages promised."""
+        if job.slot is not None:
+            self._stage.release(job.slot)
+        self._stage.transport.forget(job.id)
+        self._pages -= job.pages
+        job.row, job.slot, job.pages = None, None, 0
+        if self.live.pop(job.id, None) is None:
+            self.waiting.remove(job)
+        job.reason, job.error = reason, error
+        self._output.end(job)
+
+    def _admit(self, now: float) -> bool:
+        """Give rows to those who wait, several at a time if that is worth a short wait."""
+        free = self._runtime.pool.free
+        ready = [job for job in self.waiting if job.prompt is not None] if free and not self._pressed else []
+        if not ready:
+            self._admissible_since = None
+            return False
+        if self._admissible_since is None:
+            self._admissible_since = now
+        waited = 1e3 * (now - self._admissible_since)
+        few = min(free, len(ready)) < self._config.prefill_batch
+        if self.live and few and waited < self._config.prefill_wait_ms:
+            return False
+        admitted = 0
+        for job in ready[:free]:
+            if not self._admit_one(job):
+                break
+            admitted += 1
+        self._admissible_since = None
+        return bool(admitted)
+
+    def _admit_one(self, job: Job) -> bool:
+        """Whether the next one can be tried: this one has a row now, or cannot have any."""
+        config, kv = self._config, self._runtime.kv
+        limit = min(config.max_frames, job.request.max_frames or config.max_frames)
+        pages = kv.pages_for(min(len(job.prompt) - 1 + limit, kv.max_tokens))
+        # Pages for all frames are promised from the start, so no request ever has to wait half-way.
+        if pages > kv.pages:
+            self._end(job, "error", PromptError(f"prompt: needs {pages} KV pages, there are {kv.pages}"))
+            return True
+        if self._pages + pages > kv.pages:
+            return False
+        if not self._stage.chunk.slots.free:
+            self._stats.count("slots_exhausted", label=config.slot_policy)
+            if config.slot_policy == "queue":
+                return False
+            if config.slot_policy == "reject":
+                self._end(job, "error", NoCodecSlot(f"all {config.slots} codec slots are taken"))
+                return True
+            job.stream.whole = True
+        try:
+            job.row = self._runtime.add(job.id, job.prompt, job.request.params, max_frames=limit)
+        except (PoolFull, OutOfPages):
+            return False
+        except Exception as error:
+            self._end(job, "error", error)
+            return True
+        if not job.stream.whole:
+            job.slot = self._stage.lease()
+        job.pages, job.seed, job.admitted = pages, self._runtime.seed(job.row), time.perf_counter()
+        job.prompt = None
+        self._pages += pages
+        self.waiting.remove(job)
+        self.live[job.id] = job
+        return True
+
+    def _hold_back(self) -> None:
+        """Pause rows whose frames would wait too long for the codec; all of them, if too many wait in all."""
+        config, unlearnt = self._config, self._config.unlearnt_frames
+        running = [job for job in self.live.values() if job.reason is None]
+        pending = 0
+        for job in self.live.values():
+            self._make_room(job)
+            if not self._chunking.is_stalled(job.stream) and not job.stream.whole:
+                pending += job.stream.pending
+        pressed = pending + (1 + unlearnt) * len(running) > config.max_pending_total
+        if pressed and not self._pressed:
+            self._stats.count("admission_waits")
+        self._pressed = pressed
+        for job in running:
+            full = not job.stream.whole and job.stream.pending + unlearnt > config.max_pending_frames
+            if (full or pressed) != job.paused:
+                job.paused = not job.paused
+                self._runtime.pause(job.row, job.paused)
+                if job.paused:
+                    self._stats.count("rows_paused", label="request" if full else "total")
+
+    def _make_room(self, job: Job) -> None:
+        if self._config.stream and not job.handle.unbounded:
+            unread = job.stream.taken - job.handle.read_frames
+            job.stream.room = self._config.max_output_frames - unread
+        else:
+            job.stream.room = float("inf")
+
+    def _make_frames(self) -> bool:
+        """Enqueue the next launch, and take what earlier ones have made."""
+        if all(job.reason is not None for job in self.live.values()):
+            return False
+        try:
+            deltas = self._runtime.step()
+        except Exception as error:
+            _log.exception("a step of the runtime failed")
+            self._end_lost(error)
+            return True
+        for delta in deltas:
+            job = self.live.get(delta.request_id)
+            if job is None or job.row.generation != delta.generation:
+                continue
+            if len(delta.codes) and not job.stream.known:
+                job.first_frame = time.perf_counter()
+            self._stage.wait_event(delta.ready_event)
+            self._stage.transport.send(delta)
+            job.stream.known += len(delta.codes)
+            if delta.final:
+                job.stream.final, job.reason = True, delta.finish_reason
+        return bool(deltas)
+
+    def _end_lost(self, error: Exception) -> None:
+        """End the requests that a failed step has aborted."""
+        for job in list(self.live.values()):
+            try:
+                self._runtime.pool.check(job.row)
+            except StaleLeaseError:
+                self._end(job, "error", error)
+
+    def _feed_codec(self, now: float) -> bool:
+        """Enqueue the codec calls that are due, and let those go that are through."""
+        jobs = {job.stream: job for job in self.live.values()}
+        self._chunking.update(jobs, now, pressed=self._pressed)
+        enqueued = False
+        while self._stage.free:
+            chosen = self._chunking.select(jobs, now, idle=self._stage.idle, pressed=self._pressed)
+            whole = [stream for stream in jobs if stream.whole and stream.final and stream.pending]
+            if not chosen and whole and self._stage.idle:
+                chosen = [(whole[0], whole[0].pending)]
+            if not chosen:
+                break
+            self._decode([jobs[stream] for stream, _ in chosen], chosen, now)
+            enqueued = True
+            jobs = {job.stream: job for job in self.live.values()}
+            self._chunking.update(jobs, now, pressed=self._pressed)
+        flushed = [job for job in jobs.values() if job.stream.flushed]
+        for job in flushed:
+            self._finish(job)
+        return enqueued or bool(flushed)
+
+    def _decode(self, jobs: Sequence[Job], chosen: Sequence[tuple[Stream, int]], now: float) -> None:
+        counts = [count for _, count in chosen]
+        pieces = [Piece(job.id, job.stream.taken, count, job.slot) for job, count in zip(jobs, counts, strict=True)]
+        try:
+            call = self._call(pieces, now, whole=jobs[0].stream.whole)
+        except Exception as error:
+            _log.exception("a codec call failed")
+            for job in jobs:
+                self._end(job, "error", error)
+            return
+        self._stats.count("codec_calls")
+        self._stats.count("codec_rows", len(jobs))
+        self._stats.count("codec_padding_frames", len(counts) * max(counts) - sum(counts))
+        for job, count in zip(jobs, counts, strict=True):
+            if not job.stream.taken:
+                job.enqueued = now
+            self._chunking.take(job.stream, count, now)
+        self._output.call(call, jobs)
+
+    def _call(self, pieces: Sequence[Piece], now: float, *, whole: bool) -> Call:
+        frames = self._runtime.frame.graphs.stream
+        taking_turns = frames is not None and not self._config.overlap
+        if taking_turns:
+            self._stage.stream.wait_stream(frames)
+        call = self._stage.decode_whole(pieces[0], now) if whole else self._stage.decode(pieces, now)
+        if taking_turns:
+            frames.wait_event(call.event)
+        return call
+
+    def _finish(self, job: Job) -> None:
+        """All its frames went to the codec; its last audio is under way."""
+        self._runtime.release(job.row, self._stage.event if job.stream.taken else None)
+        error = None
+        if job.reason == "error":
+            error = CheckpointError(NOT_FINITE.format(self._runtime.model.dtype))
+        self._leave(job, job.reason, error)

@@ -1,0 +1,147 @@
+"""Which chunks go to the codec, when, and together: over plain numbers and a made-up clock."""
+
+import random
+
+import pytest
+
+from moss_runtime.engine.chunking import Chunking, Stream
+from moss_runtime.engine.config import EngineConfig
+
+RATE = 12.5
+
+
+def make(mode="streaming-low-latency", **changes):
+    return Chunking(EngineConfig.from_mode(mode, **changes), RATE)
+
+
+def ask(chunking, streams, now, *, idle=True, pressed=False):
+    """One selection; what is chosen counts as taken."""
+    chunking.update(streams, now, pressed=pressed)
+    chosen = chunking.select(streams, now, idle=idle, pressed=pressed)
+    for stream, count in chosen:
+        chunking.take(stream, count, now)
+    return [(streams.index(stream), count) for stream, count in chosen]
+
+
+def grown(known, chunks=0, taken=0, **fields):
+    return Stream(known=known, chunks=chunks, taken=taken, horizon=0.0 if chunks else None, **fields)
+
+
+def test_the_ramp_and_its_last_size():
+    chunking, stream, sizes = make(), Stream(), []
+    for frame in range(60):
+        stream.known += 1
+        sizes += [count for _, count in ask(chunking, [stream], frame * 0.08)]
+    assert sizes == [1, 2, 4, 8, 15, 15, 15]
+    stream.final = True
+    assert ask(chunking, [stream], 60 * 0.08) == []
+    assert stream.flushed and stream.taken == 60
+
+
+@pytest.mark.parametrize("frames", [0, 1, 2, 3, 7, 8, 31, 47])
+def test_the_rest_is_flushed_once_and_completely(frames):
+    chunking, stream = make(), Stream(known=frames, final=True)
+    counts = []
+    while chosen := ask(chunking, [stream], 1.0):
+        counts += [count for _, count in chosen]
+    assert sum(counts) == frames and stream.flushed
+    assert all(0 < count <= 15 for count in counts)
+
+
+def test_first_chunks_go_alone_and_ahead_of_everybody():
+    chunking = make()
+    streams = [grown(40, chunks=5, taken=10), Stream(known=1), Stream(known=3)]
+    assert ask(chunking, streams, 0.0) == [(1, 1), (2, 1)]
+    assert ask(chunking, streams, 0.0) == [(0, 15), (2, 2)]
+
+
+def test_a_busy_codec_takes_first_chunks_only():
+    chunking = make()
+    streams = [grown(15, chunks=5), Stream(known=1)]
+    assert ask(chunking, streams, 0.0, idle=False) == [(1, 1)]
+    assert ask(chunking, streams, 0.0, idle=False) == []
+    assert ask(chunking, streams, 0.0) == [(0, 15)]
+
+
+def test_a_chunk_waits_for_others_but_no_longer_than_the_bound():
+    chunking = make("streaming-balanced", chunk_wait_ms=80)
+    streams = [grown(8, chunks=4), grown(2, chunks=4), grown(1, chunks=4)]
+    for stream in streams:
+        stream.horizon = 10.0
+    assert ask(chunking, streams, 1.0) == []
+    streams[0].known, streams[1].known, streams[2].known = 12, 11, 5
+    assert ask(chunking, streams, 1.079) == []
+    # The others have waited less; one fills most of the call, one would only pad it.
+    assert ask(chunking, streams, 1.081) == [(0, 12), (1, 11)]
+
+
+def test_nobody_waits_longer_than_a_client_has_audio():
+    chunking = make("streaming-balanced", chunk_wait_ms=80, chunk_lead_ms=50)
+    streams = [grown(8, chunks=4), grown(1, chunks=4)]
+    streams[0].horizon = 1.07
+    assert ask(chunking, streams, 1.0) == []
+    assert ask(chunking, streams, 1.021) == [(0, 8)]
+
+
+def test_streams_in_step_do_not_wait():
+    chunking = make("streaming-balanced", chunk_wait_ms=80)
+    streams = [grown(14, chunks=4) for _ in range(4)]
+    for stream in streams:
+        stream.horizon = 10.0
+    assert ask(chunking, streams, 1.0) == []
+    for stream in streams:
+        stream.known += 1
+    assert ask(chunking, streams, 1.001) == [(index, 15) for index in range(4)]
+
+
+def test_a_full_batch_leaves_the_less_urgent_out():
+    chunking = make(codec_slots=2)
+    streams = [grown(15, chunks=5) for _ in range(3)]
+    for stream in streams:
+        stream.horizon = 10.0
+    chunking.update(streams[1:2], 0.5)
+    assert ask(chunking, streams, 1.0) == [(1, 15), (0, 15)]
+
+
+def test_lag_makes_chunks_grow():
+    chunking = make("streaming-balanced", chunk_wait_ms=0)
+    stream = grown(40, chunks=4)
+    assert ask(chunking, [stream], 1.0) == [(0, 15)]
+
+
+def test_pressure_makes_everything_due():
+    chunking = make("streaming-balanced")
+    streams = [grown(1, chunks=4), grown(3, chunks=4), grown(0, chunks=4)]
+    assert ask(chunking, streams, 1.0) == []
+    assert ask(chunking, streams, 1.0, pressed=True) == [(0, 1), (1, 3)]
+
+
+def test_a_client_without_room_stops_its_own_stream():
+    chunking = make()
+    streams = [grown(30, chunks=5, room=3), grown(30, chunks=5, room=15), Stream(known=1, room=0)]
+    assert [chunking.is_stalled(stream) for stream in streams] == [True, False, True]
+    assert ask(chunking, streams, 1.0, pressed=True) == [(1, 15)]
+
+
+def test_without_slots_nothing_is_cut():
+    chunking, stream = make(), Stream(known=40, final=True, whole=True)
+    assert ask(chunking, [stream], 1.0, pressed=True) == []
+
+
+@pytest.mark.parametrize("mode", ["offline-fast", "streaming-low-latency", "streaming-balanced"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_frame_is_taken_once_whatever_happens(mode, seed):
+    """Streams of random lengths at random speeds: each ends, no chunk is empty or too large, no wait is too long."""
+    rng, chunking = random.Random(seed), make(mode)
+    lengths = [rng.randrange(50) for _ in range(12)]
+    streams, now = [Stream() for _ in lengths], 0.0
+    while not all(stream.flushed for stream in streams):
+        now += 0.01
+        for stream, length in zip(streams, lengths, strict=True):
+            stream.known = min(length, stream.known + rng.randrange(3))
+            stream.final = stream.known == length
+            stream.room = rng.choice((0, 3, 15, 100))
+        for index, count in ask(chunking, streams, now, idle=rng.random() < 0.7, pressed=rng.random() < 0.05):
+            assert 1 <= count <= min(15, streams[index].room)
+        assert now < 30
+    assert [stream.taken for stream in streams] == lengths
