@@ -86,7 +86,7 @@ template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
 __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kernel(const CodecLinearParams params) {
   constexpr int kOutputs = COLUMNS * kTile;
   constexpr int kPairs = (ROWS + 1) / 2;             // 16 rows, as one product has
-  constexpr int kPitch = kOutputs + (COLUMNS > 1) * kTile;  // so that a warp's rows lie in different banks
+  constexpr int kPitch = kOutputs + (COLUMNS == 2) * kTile;  // so that a warp's rows lie in different banks
   // Chunks whose inputs a thread loads at once: as the weights leave room in registers.
   constexpr int kInFlight = BATCH <= 5 ? 12 : BATCH <= 12 ? 6 : 3;
   constexpr int kFit = kInFlight / ROWS > 0 ? kInFlight / ROWS : 1;
@@ -234,13 +234,18 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   }
 }
 
+template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
+MossStatus launch_rows(const CodecLinearParams& params) {
+  const int outputs = COLUMNS * kTile;
+  return launch_kernel(kOp, codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X>, params,
+                       dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
+}
+
 template <int COLUMNS, int BATCH, bool NORM, typename X>
 MossStatus launch(const CodecLinearParams& params) {
-  auto* kernel = params.rows <= 8    ? codec_linear_kernel<1, COLUMNS, BATCH, NORM, X>
-                 : params.rows <= 16 ? codec_linear_kernel<2, COLUMNS, BATCH, NORM, X>
-                                     : codec_linear_kernel<4, COLUMNS, BATCH, NORM, X>;
-  const int outputs = COLUMNS * kTile;
-  return launch_kernel(kOp, kernel, params, dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
+  if (params.rows <= 8) return launch_rows<1, COLUMNS, BATCH, NORM, X>(params);
+  if (params.rows <= 16) return launch_rows<2, COLUMNS, BATCH, NORM, X>(params);
+  return launch_rows<4, COLUMNS, BATCH, NORM, X>(params);
 }
 
 // Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes.
@@ -248,7 +253,12 @@ MossStatus dispatch(const CodecLinearParams& params) {
   const int share = (params.inputs / kChunk + kWarps - 1) / kWarps;
   if (params.norm_weight) {
     const bool wide = params.x_dtype == MOSS_FLOAT32;
+    // Where blocks of 16 outputs would be more than the multiprocessors hold at once, 24 outputs. (More than 16 rows
+    // take the registers of a whole multiprocessor.)
+    if (share <= 3 && params.rows > 16)
+      return wide ? launch_rows<4, 3, 3, true, float>(params) : launch_rows<4, 3, 3, true, bf16>(params);
     if (share <= 3) return wide ? launch<2, 3, true, float>(params) : launch<2, 3, true, bf16>(params);
+    if (params.outputs > 4096 && params.rows <= 8 && !wide) return launch_rows<1, 3, 5, true, bf16>(params);
     return wide ? launch<2, 5, true, float>(params) : launch<2, 5, true, bf16>(params);
   }
   if (share <= 3) return params.outputs > 1536 ? launch<2, 3, false, bf16>(params) : launch<1, 3, false, bf16>(params);

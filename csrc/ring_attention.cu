@@ -59,12 +59,18 @@ struct Ring {
   }
 };
 
-// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
+// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread. With one half, rows g alone.
+template <int HALVES>
 struct Softmax {
-  float highest[2] = {kLowest, kLowest};
-  float total[2] = {};               // of this thread's keys alone
-  float result[kPieces][4] = {};     // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
+  float highest[HALVES];
+  float total[HALVES] = {};                    // of this thread's keys alone
+  float result[kPieces][2 * HALVES] = {};      // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
+  __device__ __forceinline__ Softmax() {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+      highest[h] = kLowest;
+  }
   // Scores of a tile's keys, to be handed to `add`.
   static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
 #pragma unroll
@@ -77,7 +83,7 @@ struct Softmax {
   __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end, int window,
                                       float scale) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
       float highest_now = highest[h];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -103,10 +109,10 @@ struct Softmax {
         total[h] += s;
       }
     }
-    uint32_t weights[4];
+    uint32_t weights[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
+      if (i % 2 < HALVES) weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
     const uint32_t* values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -114,9 +120,16 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const unsigned select = j % 2 ? 0x7632 : 0x5410;
-      mma(result[j], weights[0], weights[1], weights[2], weights[3],
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; ++i)
+        sums[i] = result[j][i];
+      mma(sums, weights[0], weights[1], weights[2], weights[3],
           __byte_perm(values[0][j / 2], values[1][j / 2], select),
           __byte_perm(values[2][j / 2], values[3][j / 2], select));
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; ++i)
+        result[j][i] = sums[i];
     }
   }
 };
@@ -154,9 +167,10 @@ struct Chunk {
       tile.value[i] = value[index * kTileKeys + value_key(i, quarter)][group];
     }
   }
+  template <int HALVES>
   __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2 * HALVES; ++i)
       q[i / 2][i % 2] = query[index * kTileQueries + i / 2 * 8 + group][i % 2 * 4 + quarter];
   }
 };
@@ -174,12 +188,12 @@ __device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params,
   }
 }
 
-// QUERY_TILES: of 16 tokens.
-template <int QUERY_TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_kernel(const RingAttentionParams params) {
-  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries;
+// QUERY_TILES: of 16 tokens, or with HALVES 1 of 8 tokens. BLOCKS: on a multiprocessor.
+template <int QUERY_TILES, int HALVES, int WARPS, int BLOCKS>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
+  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries, kRows = 8 * HALVES;
   __shared__ Chunk<kTokens> chunk;
-  __shared__ float4 partial[WARPS][kTileQueries][kHeadDim / 4];
+  __shared__ float4 partial[WARPS][kRows][kHeadDim / 4];
   __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
 
   const int head = blockIdx.x;
@@ -209,7 +223,7 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
   chunk.load(params, row, head, valid, kThreads);
   __syncthreads();
 
-  Softmax softmax[QUERY_TILES];
+  Softmax<HALVES> softmax[QUERY_TILES];
 #pragma unroll 1
   for (int index = warp; index < tiles; index += WARPS) {
     const bool own = index >= ring_tiles;
@@ -218,9 +232,9 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
     float score[QUERY_TILES][2][4] = {};
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
-      uint4 q[2][2];
-      chunk.queries(q, i, group, quarter);
-      Softmax::multiply(score[i], tile, q);
+      uint4 q[2][2] = {};
+      chunk.template queries<HALVES>(q, i, group, quarter);
+      Softmax<HALVES>::multiply(score[i], tile, q);
     }
     // What follows hides the time of the next loads.
     const int next = index + WARPS;
@@ -235,7 +249,7 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
 #pragma unroll
   for (int i = 0; i < QUERY_TILES; ++i) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < HALVES; ++h) {
       float& total = softmax[i].total[h];
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -251,7 +265,7 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
       }
     }
     __syncthreads();
-    for (int item = threadIdx.x; item < kTileQueries * kHeadDim / 4; item += kThreads) {
+    for (int item = threadIdx.x; item < kRows * kHeadDim / 4; item += kThreads) {
       const int local = item / (kHeadDim / 4), part = item % (kHeadDim / 4), token = i * kTileQueries + local;
       if (token >= params.tokens) break;
       float4 y = {};
@@ -320,6 +334,7 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
   const dim3 grid(params->heads, params->batch);
-  return params->tokens <= kTileQueries ? launch_kernel(kOp, ring_attention_kernel<1, 8>, *params, grid, dim3(256))
-                                        : launch_kernel(kOp, ring_attention_kernel<2, 4>, *params, grid, dim3(128));
+  if (params->tokens <= 8) return launch_kernel(kOp, ring_attention_kernel<1, 1, 8, 3>, *params, grid, dim3(256));
+  if (params->tokens <= 16) return launch_kernel(kOp, ring_attention_kernel<1, 2, 8, 2>, *params, grid, dim3(256));
+  return launch_kernel(kOp, ring_attention_kernel<2, 2, 4, 3>, *params, grid, dim3(128));
 }

@@ -4,10 +4,20 @@ import os
 
 import torch
 
-# Off unless asked for. Read by each launch, so that tests and benchmarks can set it.
-enabled = os.environ.get("MOSS_DEPENDENT_LAUNCH") == "1"
+_SWITCH = {"0": False, "1": True}
+# For all ops; None leaves it to each. Read by each launch, so that tests and benchmarks can set it.
+enabled = _SWITCH.get(os.environ.get("MOSS_DEPENDENT_LAUNCH", ""))
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether to launch that way on a device. The kernel then waits ahead of its first read of what others write."""
-    return enabled and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def dependent_launch(device: torch.device, *, default: bool = False) -> bool:
+    """Whether to launch that way on a device.
+
+    The kernel then waits ahead of its first access to what others write or read; one that ended without waiting would
+    let a third kernel run beside the first.
+
+    Args:
+        device: of the launch.
+        default: what was measured to be faster for the op.
+    """
+    wanted = default if enabled is None else enabled
+    return wanted and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

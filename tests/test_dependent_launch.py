@@ -67,16 +67,17 @@ def test_an_early_access_is_seen():
     assert accesses_before_wait(f"\tld.volatile.global.b32 %r1, [%rd1];\n{wait}", loads=True) == []
 
 
-def test_it_needs_the_switch_and_a_hopper():
+@pytest.mark.parametrize("default", [False, True])
+def test_the_switch_overrides_an_op_and_needs_a_hopper(default):
     device = torch.device("cuda")
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        with mock.patch.object(_launch, "enabled", False):
-            assert not _launch.dependent_launch(device)
-        with mock.patch.object(_launch, "enabled", True):
-            assert _launch.dependent_launch(device)
-            assert not _launch.dependent_launch(torch.device("cpu"))
+        for enabled in (False, True, None):
+            with mock.patch.object(_launch, "enabled", enabled):
+                expected = default if enabled is None else enabled
+                assert _launch.dependent_launch(device, default=default) == expected
+                assert not _launch.dependent_launch(torch.device("cpu"), default=default)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
         mock.patch.object(_launch, "enabled", True),
     ):
-        assert not _launch.dependent_launch(device)
+        assert not _launch.dependent_launch(device, default=default)

@@ -86,7 +86,7 @@ def codec_linear_cuda(
         norm_sums=pointer(norm_sums),
         scale=pointer(scale),
         out=out.data_ptr(),
-        dependent_launch=dependent_launch(x.device),
+        dependent_launch=dependent_launch(x.device, default=True),
         stream=torch.cuda.current_stream(x.device).cuda_stream,
     )
     with torch.cuda.device(x.device):

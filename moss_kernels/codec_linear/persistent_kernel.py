@@ -61,7 +61,7 @@ def codec_linear_persistent(
     (m, k), n = x.shape, weight.shape[0]
     # The interpreter has no multiprocessors.
     places = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    dependent = dependent_launch(x.device)
+    dependent = dependent_launch(x.device, default=True)
     codec_linear_persistent_kernel[(min(tile.count(m, n), tile.resident * places),)](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),

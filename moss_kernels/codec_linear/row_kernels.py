@@ -77,7 +77,7 @@ def epilogue_kernel(
 def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, out: torch.Tensor) -> None:
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
     m, k = x.shape
-    dependent = dependent_launch(x.device)
+    dependent = dependent_launch(x.device, default=True)
     layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
         x,
         norm_weight,

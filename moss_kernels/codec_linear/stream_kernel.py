@@ -118,7 +118,7 @@ def codec_linear_stream(
 ) -> None:
     """All of `codec_linear`; a warp takes `tile.block_k` of each step over K."""
     (m, k), n = x.shape, weight.shape[0]
-    dependent = dependent_launch(x.device)
+    dependent = dependent_launch(x.device, default=True)
     codec_linear_stream_kernel[(tile.count(m, n),)](
         x,
         weight,

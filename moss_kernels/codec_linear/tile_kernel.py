@@ -65,7 +65,7 @@ def codec_linear_tiles(
 ) -> None:
     """The part of `codec_linear` after the norm; x [M, K] float32 or bfloat16."""
     (m, k), n = x.shape, weight.shape[0]
-    dependent = dependent_launch(x.device)
+    dependent = dependent_launch(x.device, default=True)
     codec_linear_tile_kernel[(tile.count(m, n),)](
         x,
         weight,

@@ -86,7 +86,7 @@ def ring_attention_cuda(
         ring_slots=ring_slots,
         write=write,
         scale=head_dim**-0.5 * math.log2(math.e),
-        dependent_launch=dependent_launch(qkv.device),
+        dependent_launch=dependent_launch(qkv.device, default=True),
         qkv=qkv.data_ptr(),
         cos_sin=cos_sin.data_ptr(),
         ring_k=ring_k.data_ptr(),

@@ -240,7 +240,7 @@ def ring_attention_triton(
     if batch == 0 or tokens == 0:
         return
     config = _config(qkv.dtype, tokens)
-    dependent = dependent_launch(qkv.device)
+    dependent = dependent_launch(qkv.device, default=True)
     ring_attention_kernel[(triton.cdiv(tokens, config.queries), heads, batch)](
         qkv,
         cos_sin,

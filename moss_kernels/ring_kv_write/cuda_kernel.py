@@ -72,7 +72,7 @@ def ring_kv_write_cuda(
         slots=slots.data_ptr(),
         valid=valid.data_ptr(),
         offset=offset.data_ptr(),
-        dependent_launch=dependent_launch(qkv.device),
+        dependent_launch=dependent_launch(qkv.device, default=True),
         stream=torch.cuda.current_stream(qkv.device).cuda_stream,
     )
     with torch.cuda.device(qkv.device):

@@ -79,7 +79,7 @@ def ring_kv_write_triton(
     if batch == 0 or tokens == 0:
         return
     block_tokens = min(MAX_BLOCK_TOKENS, triton.next_power_of_2(tokens))
-    dependent = dependent_launch(qkv.device)
+    dependent = dependent_launch(qkv.device, default=True)
     ring_kv_write_kernel[(triton.cdiv(tokens, block_tokens), heads, batch)](
         qkv,
         cos_sin,
