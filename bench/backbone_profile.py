@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import contextmanager
 from unittest import mock
 
@@ -14,6 +14,7 @@ from bench.harness import COPY_BYTES_PER_SECOND
 from moss_kernels import _launch
 from moss_kernels.backbone_linear import split_count, triton_kernel
 from moss_kernels.backbone_linear.tiles import Tile, row_block, tile_for
+from moss_kernels.paged_attention import cuda_kernel as cuda_attention
 from moss_kernels.paged_attention import triton_kernel as attention_kernel
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.testing.backbone import PagedInputs
@@ -51,6 +52,7 @@ _ATTENTION = tuple(
         (64, None, 4, 3), (256, None, 4, 3), (256, 1, 4, 3), (256, 4, 4, 3), (512, None, 4, 3), (512, None, 4, 4),
     )
 )  # fmt: skip
+_ATTENTION_PARTS = (1, 2, 4, 8, 16)
 _PREFETCH = (0, 10_000_000, 20_000_000, 40_000_000)
 
 
@@ -129,18 +131,19 @@ def print_attention(step: BackboneStep, kv: PagedInputs) -> None:
     qkv, out = step.buffers.qkv[:rows].normal_(), step.buffers.attended[:rows]
     token = (qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, step.cos_sin)
     times = {}
-    for options in _ATTENTION:
+    launches = [(attention_kernel.paged_attention_triton, options) for options in _ATTENTION]
+    launches += [(cuda_attention.paged_attention_cuda, {"parts": parts}) for parts in _ATTENTION_PARTS]
+    for launch, options in launches:
 
-        def run(options=options) -> None:
+        def run(launch=launch, options=options) -> None:
             for index in range(layers):
-                arguments = (*token, *kv.layer(index), out, scratch.partials, scratch.arrived)
-                attention_kernel.paged_attention_triton(*arguments, **options)
+                launch(*token, *kv.layer(index), out, scratch.partials, scratch.arrived, **options)
 
-        times[tuple(options.items())] = timed(run, layers)
+        times[launch.__name__, *options.items()] = timed(run, layers)
     moved = 4 * rows * int(kv.positions.max()) * heads[1] * heads[2]
     print(f"paged_attention B{rows}: floor {1e6 * moved / COPY_BYTES_PER_SECOND:.1f} us", flush=True)
-    for options, microseconds in sorted(times.items(), key=lambda item: item[1])[:6]:
-        print(f"    {microseconds:8.2f} us {moved / microseconds / 1e6:5.2f} TB/s  {dict(options)}", flush=True)
+    for (name, *options), microseconds in sorted(times.items(), key=lambda item: item[1])[:8]:
+        print(f"    {microseconds:8.2f} us {moved / microseconds / 1e6:5.2f} TB/s  {name} {dict(options)}", flush=True)
 
 
 def print_norm(step: BackboneStep, rows: int) -> None:
@@ -187,15 +190,17 @@ def print_step(step: BackboneStep, kv: PagedInputs) -> None:
             print(f"    dependent launch, no pages prefetched: {timed(run, 1000):.3f} ms", flush=True)
 
 
-def print_all(step: BackboneStep, kv: PagedInputs, batches: Iterable[int]) -> None:
-    """Everything for some batch sizes, the whole step first; tells how long each part took."""
+def print_all(step: BackboneStep, kv: PagedInputs, batches: Iterable[int], parts: Container[str]) -> None:
+    """Everything for some batch sizes, or only "step", "attention" or "linear"; tells how long each part took."""
     start = time.perf_counter()
     for batch in batches:
-        print_step(step, kv.take(range(batch)))
-        print_norm(step, batch)
-        print_attention(step, kv.take(range(batch)))
+        if "step" in parts:
+            print_step(step, kv.take(range(batch)))
+            print_norm(step, batch)
+        if "attention" in parts:
+            print_attention(step, kv.take(range(batch)))
     print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
-    for batch in batches:
+    for batch in batches if "linear" in parts else ():
         for name in ("gate_up", "down", "qkv", "o"):
             print_linears(step, name, batch)
         print(f"[{time.perf_counter() - start:.0f} s]", flush=True)

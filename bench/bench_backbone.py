@@ -18,7 +18,12 @@ from bench import backbone_profile, harness
 from bench.baselines_backbone import TorchGraphBackbone, attend, cached_tokens, eager_hidden
 from moss_kernels.backbone_linear import backbone_linear, split_count
 from moss_kernels.kv_append import kv_append_reference
-from moss_kernels.paged_attention import AttentionScratch, paged_attention, paged_attention_reference
+from moss_kernels.paged_attention import (
+    AttentionScratch,
+    cuda_kernel,
+    paged_attention_reference,
+    triton_kernel,
+)
 from moss_kernels.testing.backbone import FULL_BACKBONE, PagedInputs, backbone_weights
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.model.backbone import Backbone
@@ -26,6 +31,7 @@ from moss_runtime.model.config import BackboneConfig
 
 BATCHES = (1, 64, 128)
 CONTEXT = 512
+PARTS = ("linear", "attention", "step")
 LINEARS = ("qkv", "o", "gate_up", "down")
 SMOKE_SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMOKE_SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
@@ -120,9 +126,14 @@ class Bench:
         token = (qkv, *self.norms(), self.step.cos_sin)
         after = dataclasses.replace(kv, positions=kv.positions + 1)
 
-        def own(layer: int) -> Tensor:
-            paged_attention(*token, *kv.layer(layer), out, scratch)
+        def own(layer: int, attention: Callable[..., None]) -> Tensor:
+            attention(*token, *kv.layer(layer), out, scratch.partials, scratch.arrived)
             return out
+
+        kernels = {"reference": torch.ops.moss.paged_attention}
+        if qkv.is_cuda:
+            kernels = {"triton": triton_kernel.paged_attention_triton, "cuda": cuda_kernel.paged_attention_cuda}
+        own_variants = {name: partial(own, attention=attention) for name, attention in kernels.items()}
 
         q = torch.empty_like(out)
         for layer in range(config.num_hidden_layers):
@@ -147,10 +158,8 @@ class Bench:
             paged_attention_reference(*token, *kv.layer(), eager)
             require_accurate(compute(0), exact, eager)
 
-        variants = [
-            harness.Variant("triton", partial(run, own), partial(check, own)),
-            harness.Variant("torch_graph", partial(run, library), partial(check, library)),
-        ]
+        computes = own_variants | {"torch_graph": library}
+        variants = [harness.Variant(name, partial(run, f), partial(check, f)) for name, f in computes.items()]
         numbers = batch * self.context * 2 * heads[1] * heads[2] + qkv.numel() + out.numel()
         flops = 4 * batch * self.context * heads[0] * heads[2]
         name = f"paged_attention/B{batch}/ctx{self.context}"
@@ -183,11 +192,16 @@ class Bench:
         flops = 2 * batch * weights + 2 * group * stored
         return self.case(f"backbone_step/B{batch}/ctx{self.context}", "ms", weights + stored, flops), variants
 
-    def cases(self, batches: Iterable[int]) -> Iterable[tuple[harness.Case, list[harness.Variant]]]:
+    def cases(
+        self, batches: Iterable[int], parts: Iterable[str] = PARTS
+    ) -> Iterable[tuple[harness.Case, list[harness.Variant]]]:
         for batch in batches:
-            yield from (self.linear(name, batch) for name in LINEARS)
-            yield self.attention(batch)
-            yield self.whole(batch)
+            if "linear" in parts:
+                yield from (self.linear(name, batch) for name in LINEARS)
+            if "attention" in parts:
+                yield self.attention(batch)
+            if "step" in parts:
+                yield self.whole(batch)
 
 
 def require_accurate(actual: Tensor, exact: Tensor, eager: Tensor) -> None:
@@ -201,6 +215,7 @@ def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a table of launch configurations instead of rows")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, help="batch sizes (%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to time (%(default)s)")
     options = parser.parse_args()
     if options.smoke:
         for case, variants in Bench(SMOKE_SIZES, "cpu", 3, 20).cases([1, 3]):
@@ -208,9 +223,9 @@ def main() -> None:
         return
     bench = Bench({}, "cuda", max(options.batch), CONTEXT)
     if options.quick:
-        backbone_profile.print_all(bench.step, bench.kv, options.batch)
+        backbone_profile.print_all(bench.step, bench.kv, options.batch, options.parts)
         return
-    for case, variants in bench.cases(options.batch):
+    for case, variants in bench.cases(options.batch, options.parts):
         harness.save(harness.measure(case, variants), options)
 
 

@@ -1,13 +1,20 @@
 """paged_attention against float64, in every implementation; what must not matter in its inputs is NaN."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from moss_kernels import _launch
 from moss_kernels.kv_append import kv_append, kv_append_reference
-from moss_kernels.paged_attention import AttentionScratch, paged_attention, paged_attention_reference, triton_kernel
+from moss_kernels.paged_attention import (
+    AttentionScratch,
+    cuda_kernel,
+    paged_attention,
+    paged_attention_reference,
+    triton_kernel,
+)
 from moss_kernels.paged_attention.reference import MAX_SPLITS, MIN_SPLIT
 from moss_kernels.testing.backbone import PagedInputs
 from moss_kernels.testing.compare import require_equal
@@ -197,37 +204,95 @@ def test_triton_on_the_gpu(kv_heads, group, head_dim, page_size):
     require_exact(triton_kernel.paged_attention_triton, *make_inputs(**sizes, device="cuda"))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stored", STORED)
-def test_bf16_errs_at_most_twice_as_much_as_the_reference(stored):
-    token, pages = make_inputs([(stored, True)], **FULL, dtype=torch.bfloat16, device="cuda")
-    wide = [x.double() if torch.is_tensor(x) else x for x in token]
-    wide_pages = dataclasses.replace(pages, key_pages=pages.key_pages.double(), value_pages=pages.value_pages.double())
-    exact, _ = exact_attention(wide, wide_pages)
+KERNELS = {"triton": triton_kernel.paged_attention_triton, "cuda": cuda_kernel.paged_attention_cuda}
+# Sizes of the CUDA C++ kernel besides FULL: smaller groups, pages as small as a tile and larger than a split.
+CUDA_SIZES = [(2, 1, 16), (1, 3, 64), (3, 2, 128), (2, 4, 32)]
+
+
+def double(token, pages):
+    """The same inputs in float64."""
+    wide = {name: getattr(pages, name).double() for name in ("key_pages", "value_pages")}
+    return [x.double() if torch.is_tensor(x) else x for x in token], dataclasses.replace(pages, **wide)
+
+
+def require_accurate(run, token, pages):
+    """bfloat16: errs at most twice as much as the reference; returns what `attend` returns."""
+    exact, _ = exact_attention(*double(token, pages))
     reference, _ = attend(lambda *arguments: paged_attention_reference(*arguments[:-2]), token, pages)
-    out, _ = attend(triton_kernel.paged_attention_triton, token, pages)
+    out, written = attend(run, token, pages)
     # The weights are rounded as well, as any tensor core attention rounds them.
     assert error(out, exact) <= 2 * error(reference, exact) + 2**-9
+    return out, written
+
+
+def require_stored(written, token, pages):
+    """Pages hold what the reference stores: values bit by bit, keys up to a rounding."""
+    expected = pages.clone()
+    q = token[0].new_empty(len(token[0]), query_width(token, pages))
+    kv_append_reference(*token, *expected.layer(), q)
+    require_equal("value_pages", written.value_pages.nan_to_num(), expected.value_pages.nan_to_num())
+    torch.testing.assert_close(written.key_pages, expected.key_pages, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_do_not_depend_on_the_batch(dtype):
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bf16_errs_at_most_twice_as_much_as_the_reference(kernel, stored):
+    require_accurate(KERNELS[kernel], *make_inputs([(stored, True)], **FULL, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "group", "page_size"), CUDA_SIZES)
+def test_cuda_sizes(kv_heads, group, page_size):
+    sizes = {"kv_heads": kv_heads, "group": group, "page_size": page_size, "head_dim": 128}
+    token, pages = make_inputs(**sizes, dtype=torch.bfloat16, device="cuda")
+    out, written = require_accurate(KERNELS["cuda"], token, pages)
+    assert (out[~pages.active] == 0).all()
+    require_stored(written, token, pages)
+    for parts in (1, 2, 4, 8, 16):
+        shared, _ = attend(KERNELS["cuda"], token, pages, parts=parts)
+        require_equal(f"out of {parts} parts", shared, out)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "taken"),
+    [
+        ({}, torch.bfloat16, True),
+        ({}, torch.float32, False),
+        ({"head_dim": 64}, torch.bfloat16, False),
+        ({"group": 5}, torch.bfloat16, False),
+        ({"page_size": 8}, torch.bfloat16, False),
+        ({"page_size": 48}, torch.bfloat16, False),
+    ],
+)
+def test_what_cuda_takes(sizes, dtype, taken):
+    token, pages = make_inputs(ROWS[-1:], **FULL | {"kv_heads": 1} | sizes, dtype=dtype)
+    out = torch.empty(1, query_width(token, pages))
+    assert cuda_kernel.takes(token[0], pages.layer()[0], out) == taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("triton", torch.float32), ("triton", torch.bfloat16), ("cuda", torch.bfloat16)]
+)
+def test_rows_do_not_depend_on_the_batch(kernel, dtype):
+    run = KERNELS[kernel]
     token, pages = make_inputs([(37 * n % 3000, True) for n in range(128)], **FULL, dtype=dtype, device="cuda")
-    together, written = attend(triton_kernel.paged_attention_triton, token, pages)
+    together, written = attend(run, token, pages)
     for batch in (1, 2, 3, 7, 16, 33, 64, 128):
         index = torch.randperm(128)[:batch].tolist()
         part = (token[0][index], *token[1:])
-        out, part_written = attend(triton_kernel.paged_attention_triton, part, pages.take(index))
+        out, part_written = attend(run, part, pages.take(index))
         require_equal(f"out of {batch} rows", out, together[index])
     for name in ("key_pages", "value_pages"):
         require_equal(name, getattr(part_written, name).nan_to_num(), getattr(written, name).nan_to_num())
 
 
 @pytest.mark.gpu
-def test_stores_what_kv_append_stores():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_stores_what_kv_append_stores(kernel):
     token, pages = make_inputs([(37 * n % 3000, True) for n in range(64)], **FULL, dtype=torch.bfloat16, device="cuda")
-    _, written = attend(triton_kernel.paged_attention_triton, token, pages)
+    _, written = attend(KERNELS[kernel], token, pages)
     kv_append(*token, *pages.layer(), torch.empty(64, 32 * 128, dtype=torch.bfloat16, device="cuda"))
     require_equal("value_pages", written.value_pages.nan_to_num(), pages.value_pages.nan_to_num())
     # The norms may sum in another order, so that a value near the middle of two rounds either way.
@@ -236,26 +301,39 @@ def test_stores_what_kv_append_stores():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dependent", [False, True])
-def test_replays_equal_eager(dependent, monkeypatch):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_replays_equal_eager(kernel, dependent, monkeypatch):
     """The programs of a row arrive in any order, many times over, with one scratch."""
     monkeypatch.setattr(_launch, "enabled", dependent)
+    run = KERNELS[kernel]
     rows = [(61 * n % 2500, True) for n in range(64)]
-    token, pages = make_inputs(rows, **FULL, dtype=torch.bfloat16, device="cuda")
-    expected, _ = attend(triton_kernel.paged_attention_triton, token, pages)
-    scratch, outs = make_scratch(token, pages), [torch.empty_like(expected) for _ in range(4)]
-
-    def chain():
-        for out in outs:
-            paged_attention(*token, *pages.layer(), out, scratch)
-
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    for batch in (64, 5):
+        token, pages = make_inputs(rows[:batch], **FULL, dtype=torch.bfloat16, device="cuda")
+        expected, _ = attend(run, token, pages)
+        scratch, outs = make_scratch(token, pages), [torch.empty_like(expected) for _ in range(4)]
+        chain = partial(run_chain, run, token, pages, outs, scratch)
         chain()
-    for _ in range(50):
-        for out in outs:
-            out.zero_()
-        graph.replay()
-        for out in outs:
-            require_equal("out", out, expected)
-    assert not scratch.arrived.any()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(50):
+            for out in outs:
+                out.zero_()
+            graph.replay()
+            for out in outs:
+                require_equal("out", out, expected)
+        assert not scratch.arrived.any()
+
+
+def run_chain(run, token, pages, outs, scratch):
+    for out in outs:
+        run(*token, *pages.layer(), out, scratch.partials, scratch.arrived)
+
+
+@pytest.mark.gpu
+def test_the_op_takes_the_cuda_kernel():
+    token, pages = make_inputs([(300, True)], **FULL, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(1, query_width(token, pages), dtype=torch.bfloat16, device="cuda")
+    paged_attention(*token, *pages.layer(), out, make_scratch(token, pages))
+    expected, _ = attend(KERNELS["cuda"], token, pages)
+    require_equal("out", out, expected)

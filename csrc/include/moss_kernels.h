@@ -276,6 +276,47 @@ MOSS_API MossStatus moss_local_frame_decode(const LocalFrameDecodeParams* params
  * c_attn_bias, audio_embeddings, rope, workspace and stream. `table`: [11, vocab, 3*hidden] bf16, written. */
 MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, void* table);
 
+/* ---- paged_attention ------------------------------------------------------------------------------------------- */
+
+/* A new token per row joins the paged cache, and its queries attend over it and all tokens before it; bf16, sums in fp32.
+ * Queries and the new key have a root mean square norm for each head and half-split rotation, rounded once. The norms
+ * round as eager modules do. A row's result does not depend on the batch; inactive rows give 0 and store nothing. All
+ * tensors are contiguous and bf16 where no dtype is given; no two active rows name the same pool row. */
+typedef struct PagedAttentionParams {
+  uint32_t struct_size; /* sizeof(PagedAttentionParams) */
+  uint32_t abi_version; /* MOSS_ABI_VERSION */
+  int32_t batch;        /* B, 0 .. 65535 */
+  int32_t kv_heads;     /* H, 1 .. 65535 */
+  int32_t group;        /* G, 1 .. 4: query heads of a key head */
+  int32_t head_dim;     /* D, 128 */
+  int32_t page_size;    /* Z, a power of two, >= 16 */
+  int32_t pages;        /* P+1 */
+  int32_t table_pages;  /* N */
+  int32_t pool_rows;    /* S+1 */
+  int32_t parts;        /* blocks for each row and key head: 1, 2, 4, 8 or 16, with the same results; 0: by the batch */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  float eps;                /* of the norms */
+  float scale;              /* of the scores, times log2 e */
+  const void* qkv;          /* [B, (H*G + 2*H)*D] queries, keys, values; aligned to 16 bytes */
+  const void* q_norm;       /* [D] this and the next two are aligned to 4 bytes */
+  const void* k_norm;       /* [D] */
+  const void* cos_sin;      /* [L, D] cosines of the D/2 pairs at each position, then their sines */
+  void* key_pages;          /* [P+1, H, Z, D] read and written; this and the next are aligned to 16 bytes */
+  void* value_pages;        /* [P+1, H, Z, D] read and written */
+  const int32_t* page_table; /* [S+1, N] 0 .. P (not checked on the device, as the next two); token t of pool row s lies
+                                in page [s, t / Z] at place t % Z */
+  const int32_t* positions;  /* [S+1] tokens that each pool row holds, less than L and N*Z; row S is padding's */
+  const int32_t* row_map;    /* [B] 0 .. S */
+  const uint8_t* active;     /* [B] */
+  void* out;                 /* [B, H*G*D] written, aligned to 8 bytes */
+  float* partials;           /* [B, H, 16, G, D+2] workspace, aligned to 16 bytes */
+  int32_t* arrived;          /* [B, H] workspace, 0 between calls */
+  void* stream;              /* cudaStream_t */
+} PagedAttentionParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_paged_attention(const PagedAttentionParams* params);
+
 /* ---- ring_kv_write --------------------------------------------------------------------------------------------- */
 
 /* Stores the keys and values of a chunk of tokens in the rings of a codec layer. Keys are rotated here: interleaved RoPE

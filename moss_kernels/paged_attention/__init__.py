@@ -7,6 +7,7 @@ import torch
 from moss_kernels import _checks, _library
 from moss_kernels.kv_append import check_token
 
+from . import cuda_kernel
 from .reference import MAX_SPLITS, paged_attention_reference
 
 __all__ = ["AttentionScratch", "paged_attention", "paged_attention_reference"]
@@ -19,8 +20,9 @@ class AttentionScratch:
     """Memory that `paged_attention` works in; one for each stream that graphs replay on.
 
     Attributes:
-        partials: [B, H, 16, G, D+2] float32. For each of up to 16 splits of a row's keys the weighted values of the
-            G query heads of a key head, then the sum of the weights and the highest score. Contents do not matter.
+        partials: [B, H, 16, G, D+2] float32. For each of up to 16 splits of a row's keys and the G query heads of a
+            key head the weighted values, the sum of the weights and the highest score, in an order of the
+            implementation's own. Contents do not matter.
         arrived: [B, H] int32. Splits done; 0 between calls.
     """
 
@@ -81,7 +83,12 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    if _library.backend_for(_OP, ("triton", "reference"), arguments[0].device) == "triton":
+    qkv, key_pages, out = arguments[0], arguments[5], arguments[11]
+    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, key_pages, out) else ("triton", "reference")
+    backend = _library.backend_for(_OP, backends, qkv.device)
+    if backend == "cuda":
+        implementation = cuda_kernel.paged_attention_cuda
+    elif backend == "triton":
         from .triton_kernel import paged_attention_triton as implementation
     else:
         implementation = _reference
@@ -130,7 +137,7 @@ def paged_attention(
         ValueError: A shape, layout or device is wrong; the message names the argument.
         TypeError: A dtype is wrong.
         NotImplementedError: MOSS_BACKEND names an implementation that does not work here, or the kernel lacks this D
-            or page size.
+            or page size. CUDA C++ takes bfloat16, D = 128, G up to 4 and pages of 16, 32, 64, ... tokens.
 
     Graph-safe: yes, on one stream per scratch.
     """

@@ -1,0 +1,453 @@
+// One block of paged_attention: the splits of one row and key head that are its part.
+//
+// A split is 64 tokens, or 64 doubled until 16 of them hold the row. Its tiles of 16 tokens go round the four warps, from
+// global memory straight to the tensor cores: tokens are rows there, the queries of the group columns. Warps, the new
+// token and splits are merged in one order, whichever block has computed them.
+//
+// Who includes this provides mma, exp2_approx, pack_bf16 and unpack_bf16 as in mma.cuh, and
+//   void load_four<STRIDE>(uint4 (&x)[4], const void* p)   loads that are STRIDE bytes apart and pass by L1
+//   uint32_t transpose(uint32_t x)    of an 8x8 matrix of bf16; thread 4g + t has columns 2t and 2t + 1 of row g
+//   int arrive(int32_t* counter)      adds 1 and returns the value before; releases and acquires, for the whole GPU
+#pragma once
+#include <cstdint>
+
+#include "moss_kernels.h"
+
+namespace moss::paged {
+
+using Bf16Bits = uint16_t;
+
+constexpr int kHeadDim = 128, kHalf = kHeadDim / 2;
+constexpr int kTile = 16, kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kMinSplit = kTile * kWarps, kMinSplitLog2 = 6, kMaxSplits = 16;
+static_assert(1 << kMinSplitLog2 == kMinSplit);
+constexpr int kMaxGroup = kWarps;  // a warp for each query of the new token, also where partial results are merged
+// Start of a running maximum: finite, so that a difference of two is never NaN.
+constexpr float kLowest = -3.0e38f;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(kAllLanes, x, distance);
+  return x;
+}
+
+// Hides that x is the same in every round of a loop: what follows from it takes no registers between rounds.
+__device__ __forceinline__ unsigned recomputed(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// What a lane holds of a head: the dimensions 2 lane and 2 lane + 1, and those 64 further that are rotated with them.
+struct HeadPart {
+  uint32_t low, high;
+
+  static __device__ __forceinline__ HeadPart load(const void* head, int lane) {
+    const uint32_t* pairs = static_cast<const uint32_t*>(head) + lane;
+    return {__ldcg(pairs), __ldcg(pairs + kHalf / 2)};
+  }
+  __device__ __forceinline__ void store(void* head, int lane) const {
+    uint32_t* pairs = static_cast<uint32_t*>(head) + lane;
+    pairs[0] = low;
+    pairs[kHalf / 2] = high;
+  }
+  __device__ __forceinline__ float dot(const HeadPart& other) const {
+    const float2 a = unpack_bf16(low), b = unpack_bf16(high), c = unpack_bf16(other.low), d = unpack_bf16(other.high);
+    return warp_sum(fmaf(a.x, c.x, fmaf(a.y, c.y, fmaf(b.x, d.x, b.y * d.y))));
+  }
+};
+
+// Root mean square norm, rounded where the eager norm rounds, and half-split rotation, rounded once.
+__device__ __forceinline__ HeadPart norm_and_rotate(const HeadPart& x, const HeadPart& norm, const HeadPart& angles,
+                                                    float eps) {
+  const float scale = rsqrtf(x.dot(x) / kHeadDim + eps);
+  const auto normed = [scale](uint32_t pair, uint32_t weights) {
+    const float2 a = unpack_bf16(pair), w = unpack_bf16(weights);
+    const float2 b = unpack_bf16(pack_bf16(a.x * scale, a.y * scale));
+    return unpack_bf16(pack_bf16(b.x * w.x, b.y * w.y));
+  };
+  const float2 low = normed(x.low, norm.low), high = normed(x.high, norm.high);
+  const float2 c = unpack_bf16(angles.low), s = unpack_bf16(angles.high);
+  return {pack_bf16(__fsub_rn(__fmul_rn(low.x, c.x), __fmul_rn(high.x, s.x)),
+                    __fsub_rn(__fmul_rn(low.y, c.y), __fmul_rn(high.y, s.y))),
+          pack_bf16(__fadd_rn(__fmul_rn(high.x, c.x), __fmul_rn(low.x, s.x)),
+                    __fadd_rn(__fmul_rn(high.y, c.y), __fmul_rn(low.y, s.y)))};
+}
+
+// The tiles of a warp, step by step: of every 2^parts_log2-th split from `part` on.
+struct Walk {
+  int part, parts_log2, warp;
+  int stored = 0, splits = 0, doublings = 0;
+
+  __device__ __forceinline__ void set_length(int tokens) {
+    stored = tokens;
+    while (static_cast<unsigned>(tokens) > static_cast<unsigned>(kMaxSplits * kMinSplit) << doublings)
+      ++doublings;
+    const unsigned split = static_cast<unsigned>(kMinSplit) << doublings;
+    splits = max(1, static_cast<int>((tokens + split - 1) >> (kMinSplitLog2 + doublings)));
+  }
+  __device__ __forceinline__ int parts() const { return min(splits, 1 << parts_log2); }
+  __device__ __forceinline__ int steps() const {
+    return ((splits - part + (1 << parts_log2) - 1) >> parts_log2) << doublings;
+  }
+  __device__ __forceinline__ int split(int step) const { return part + (step >> doublings << parts_log2); }
+  __device__ __forceinline__ bool ends_split(int step) const { return ((step + 1) & ((1 << doublings) - 1)) == 0; }
+  __device__ __forceinline__ bool has_last_split() const {
+    return ((splits - 1 - part) & ((1 << parts_log2) - 1)) == 0;
+  }
+  // First token of the tile. Grows with `step`, also beyond the last one.
+  __device__ __forceinline__ int token(int step) const {
+    const int tile = (step & ((1 << doublings) - 1)) * kWarps + warp;
+    return (split(step) << doublings) * kMinSplit + tile * kTile;
+  }
+};
+
+// The pages of one row and head.
+struct Pages {
+  const Bf16Bits *keys, *values;
+  const int32_t* table;
+  int count, heads, head, size, size_log2;
+
+  static __device__ __forceinline__ Pages of(const PagedAttentionParams& params, int64_t row, int head) {
+    return {static_cast<const Bf16Bits*>(params.key_pages), static_cast<const Bf16Bits*>(params.value_pages),
+            params.page_table + row * params.table_pages, params.table_pages, params.kv_heads, head,
+            params.page_size, 31 - __clz(params.page_size)};
+  }
+  // Page of a token; anything beyond the table.
+  __device__ __forceinline__ int page(int token) const {
+    const int index = token >> size_log2;
+    return index < count ? __ldcg(table + index) : 0;
+  }
+  __device__ __forceinline__ int64_t place(int page, int token) const {
+    return (((static_cast<int64_t>(page) * heads + head) << size_log2) + (token & (size - 1))) * kHeadDim;
+  }
+};
+
+// What thread 4 * group + quarter of a warp holds of 16 keys and values.
+struct Tile {
+  uint4 key[2][4] = {};    // [i][j]: token group + 8i, dimensions 32j + 8 quarter .. + 7
+  uint4 value[2][4] = {};  // [i][2k + h]: token 2 quarter + k + 8i, dimensions 64h + 8 group .. + 7
+
+  __device__ __forceinline__ void load_keys(const Bf16Bits* tile, int group, int quarter) {
+    const Bf16Bits* place = tile + group * kHeadDim + 8 * quarter;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      load_four<32 * sizeof(Bf16Bits)>(key[i], place + 8 * i * kHeadDim);
+  }
+  __device__ __forceinline__ void load_values(const Bf16Bits* tile, int group, int quarter) {
+    const Bf16Bits* place = tile + 2 * quarter * kHeadDim + 8 * group;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      load_four<kHalf * sizeof(Bf16Bits)>(value[i], place + 8 * i * kHeadDim);
+  }
+  // A weight of 0 is not enough: what lies behind the last token may be NaN, or the new token, half stored.
+  __device__ __forceinline__ void clear_values(int tokens, int quarter) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (2 * quarter + i / 2 % 2 + i / 4 * 8 >= tokens) value[i / 4][i % 4] = {};
+  }
+};
+
+// Attention over some tokens: the values weighted by 2^(score - highest), and the sum of the weights.
+struct Merged {
+  float highest = kLowest, total = 0.0f;
+  float4 value = {};
+
+  __device__ __forceinline__ void add(float other_highest, float other_total, const float4& other) {
+    const float now = fmaxf(highest, other_highest);
+    const float kept = exp2_approx(highest - now), added = exp2_approx(other_highest - now);
+    highest = now;
+    total = fmaf(other_total, added, __fmul_rn(total, kept));
+    value.x = fmaf(other.x, added, __fmul_rn(value.x, kept));
+    value.y = fmaf(other.y, added, __fmul_rn(value.y, kept));
+    value.z = fmaf(other.z, added, __fmul_rn(value.z, kept));
+    value.w = fmaf(other.w, added, __fmul_rn(value.w, kept));
+  }
+};
+
+struct Shared {
+  // The queries as each lane multiplies by them: columns 0 .. 3 with the first and third of each four pairs of
+  // dimensions, columns 4 .. 7 the same queries with the second and fourth. 0 where the group is smaller.
+  uint4 columns[2][32];
+  uint2 new_value[32];  // four dimensions each
+  float new_score[kMaxGroup];
+  // Of each warp, for two splits in turn: the values of each query, then the highest score and the total weight.
+  float4 part[2][kWarps][kMaxGroup][kHeadDim / 4 + 1];
+  Merged result[kMaxGroup][32];  // each thread's own: the registers are needed for tiles
+  int pages[kWarps][32];         // of the steps of each warp, 32 at a time
+  int arrived;
+};
+
+// Attention of a warp over its tiles of a split: queries 2 quarter and 2 quarter + 1, modulo 4, of this thread.
+struct Softmax {
+  float highest[2] = {kLowest, kLowest};
+  float total[2] = {};        // of this thread's tokens alone
+  float value[2][4][4] = {};  // [h][j][2r + i]: dimension 64h + 8 group + 2j + r, query 2 quarter + i; noise beyond 3
+
+  // Scores of the thread's token (see own_token). A product takes 8 tokens and 32 dimensions: rows g and g + 8 of A are
+  // the same token, row g with the columns of one half of the dimensions, row g + 8 with those of the other.
+  __device__ __forceinline__ static void multiply(float (&score)[2], const Tile& tile, const Shared& shared, int lane) {
+    float part[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const uint4 query = shared.columns[j / 2][lane];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4& key = tile.key[i % 2][j + i / 2];
+        mma(part[i % 2], key.x, key.y, key.z, key.w, i < 2 ? query.x : query.z, i < 2 ? query.y : query.w);
+      }
+    }
+    const bool upper = lane % 4 >= 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      score[i] = (upper ? part[1][2 + i] : part[0][i]) +
+                 __shfl_xor_sync(kAllLanes, upper ? part[0][2 + i] : part[1][i], 2);
+  }
+  __device__ __forceinline__ static int own_token(int group, int quarter) { return group + quarter / 2 * 8; }
+
+  // Turns scores into weights; 0 if the token does not exist.
+  __device__ __forceinline__ void weigh(float (&score)[2], bool exists, float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float scaled = exists ? score[i] * scale : -INFINITY;
+      float now = fmaxf(highest[i], scaled);
+#pragma unroll
+      for (int distance = 2; distance < 32; distance *= 2)
+        now = fmaxf(now, __shfl_xor_sync(kAllLanes, now, distance));
+      const float kept = exp2_approx(highest[i] - now);
+      highest[i] = now;
+      score[i] = exp2_approx(scaled - now);
+      total[i] = fmaf(total[i], kept, score[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        value[j / 4][j % 4][i] *= kept;
+        value[j / 4][j % 4][2 + i] *= kept;
+      }
+    }
+  }
+  __device__ __forceinline__ void add(const float (&weight)[2], const Tile& tile) {
+    // Rows are tokens, columns the queries for the first 8 tokens, then for the others.
+    const uint32_t first = transpose(pack_bf16(weight[0], weight[1]));
+    const uint32_t second = __shfl_xor_sync(kAllLanes, first, 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t* values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        values[i] = reinterpret_cast<const uint32_t*>(&tile.value[i / 2][i % 2 * 2 + h]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        mma(value[h][j], __byte_perm(values[0][j], values[1][j], 0x5410),
+            __byte_perm(values[0][j], values[1][j], 0x7632), __byte_perm(values[2][j], values[3][j], 0x5410),
+            __byte_perm(values[2][j], values[3][j], 0x7632), first, second);
+    }
+  }
+  __device__ __forceinline__ void store(Shared& shared, int buffer, int warp, int queries, int group, int quarter) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int distance = 2; distance < 32; distance *= 2)
+        total[i] += __shfl_xor_sync(kAllLanes, total[i], distance);
+      const int query = 2 * quarter + i;
+      if (query >= queries) continue;
+      float4* part = shared.part[buffer][warp][query] + 2 * group;
+      if (group == 0) part[kHeadDim / 4] = {highest[i], total[i], 0.0f, 0.0f};
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+          part[16 * h + j / 2] = {value[h][j][i], value[h][j][2 + i], value[h][j + 1][i], value[h][j + 1][2 + i]};
+    }
+  }
+};
+
+// Splits of one row and head in global memory: values of all of them, then sums.
+struct Partials {
+  float* base;
+  int queries;
+
+  __device__ __forceinline__ float4* value(int split, int query, int lane) const {
+    return reinterpret_cast<float4*>(base) + (split * queries + query) * (kHeadDim / 4) + lane;
+  }
+  __device__ __forceinline__ float2* sums(int split, int query) const {
+    return reinterpret_cast<float2*>(base + kMaxSplits * queries * kHeadDim) + split * queries + query;
+  }
+  __device__ __forceinline__ Merged merge(int splits, int query, int lane) const {
+    constexpr int kAtOnce = 8;
+    Merged result;
+    for (int first = 0; first < splits; first += kAtOnce) {
+      float4 values[kAtOnce];
+      float2 both[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool exists = first + i < splits;
+        both[i] = exists ? __ldcg(sums(first + i, query)) : float2{kLowest, 0.0f};
+        values[i] = exists ? __ldcg(value(first + i, query, lane)) : float4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < splits) result.add(both[i].x, both[i].y, values[i]);
+    }
+    return result;
+  }
+};
+
+// Where a query's pair of dimensions lies in `columns`.
+__device__ __forceinline__ uint32_t& column_pair(Shared& shared, int query, int pair) {
+  const int j = pair / 16, quarter = pair / 4 % 4, group = query + pair % 2 * kMaxGroup;
+  return reinterpret_cast<uint32_t*>(&shared.columns[j / 2][4 * group + quarter])[j % 2 * 2 + pair % 4 / 2];
+}
+
+// Puts the new token's rotated queries, its scores and its value into shared memory, and its key and value in its page.
+// Every warp has a query; where the new token is not attended to, its key is not needed.
+__device__ __forceinline__ void enter_token(const PagedAttentionParams& params, Shared& shared, const Pages& pages,
+                                            const HeadPart& query, const HeadPart& key, const uint2& value,
+                                            int position, bool attended, int warp, int lane) {
+  const HeadPart angles = HeadPart::load(static_cast<const Bf16Bits*>(params.cos_sin) +
+                                             static_cast<int64_t>(position) * kHeadDim, lane);
+  const HeadPart q = norm_and_rotate(query, HeadPart::load(params.q_norm, lane), angles, params.eps);
+  const bool exists = warp < params.group;
+  column_pair(shared, warp, lane) = exists ? q.low : 0;
+  column_pair(shared, warp, 32 + lane) = exists ? q.high : 0;
+  if (!attended) return;
+  const HeadPart k = norm_and_rotate(key, HeadPart::load(params.k_norm, lane), angles, params.eps);
+  const float score = q.dot(k) * params.scale;
+  if (lane == 0) shared.new_score[warp] = score;
+  if (warp > 0) return;
+  shared.new_value[lane] = value;
+  const int64_t place = pages.place(pages.page(position), position);
+  k.store(static_cast<Bf16Bits*>(params.key_pages) + place, lane);
+  reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.value_pages) + place)[lane] = value;
+}
+
+// What the warps have stored of a split, for one query; the last split has the new token as well.
+__device__ __forceinline__ Merged merge_warps(const Shared& shared, int buffer, int query, int lane, bool last) {
+  Merged merged;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const float4* part = shared.part[buffer][i][query];
+    merged.add(part[kHeadDim / 4].x, part[kHeadDim / 4].y, part[lane]);
+  }
+  if (last) {
+    const float2 low = unpack_bf16(shared.new_value[lane].x), high = unpack_bf16(shared.new_value[lane].y);
+    merged.add(shared.new_score[query], 1.0f, {low.x, low.y, high.x, high.y});
+  }
+  return merged;
+}
+
+// All splits of the block: into `shared.result` if it has all of the row, otherwise into `partials`. `tile` holds what
+// the first step needs.
+__device__ __forceinline__ void attend_splits(Shared& shared, const Pages& pages, const Walk& walk, Tile& tile,
+                                              const Partials& partials, float scale, unsigned thread) {
+  const int steps = walk.steps(), stored = walk.stored, queries = partials.queries;
+  const bool alone = walk.parts() == 1;
+  shared.result[thread / 32][thread % 32] = {};
+  Softmax softmax;
+  int start = walk.token(0), buffer = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const unsigned self = recomputed(thread);
+    const int warp = self / 32, lane = self % 32, group = lane / 4, quarter = lane % 4;
+    const int tokens = stored - start, next = step + 1;
+    if (next % 32 == 0) {
+      __syncwarp();
+      shared.pages[warp][lane] = pages.page(walk.token(next + lane));
+      __syncwarp();
+    }
+    start = walk.token(next);
+    const int64_t place = pages.place(shared.pages[warp][next % 32], start);
+    const bool more = next < steps && start < stored;
+
+    float weight[2];
+    Softmax::multiply(weight, tile, shared, lane);
+    // What follows hides the time of the next loads; the barrier keeps the compiler from moving them down.
+    if (more) tile.load_keys(pages.keys + place, group, quarter);
+    __syncwarp();
+    softmax.weigh(weight, Softmax::own_token(group, quarter) < tokens, scale);
+    if (tokens < kTile) tile.clear_values(tokens, quarter);
+    softmax.add(weight, tile);
+    if (more) tile.load_values(pages.values + place, group, quarter);
+    if (!walk.ends_split(step)) continue;
+
+    softmax.store(shared, buffer, warp, queries, group, quarter);
+    softmax = {};
+    __syncthreads();
+    const int split = walk.split(step);
+    if (warp < queries) {
+      const Merged merged = merge_warps(shared, buffer, warp, lane, split == walk.splits - 1);
+      if (alone) {
+        shared.result[warp][lane].add(merged.highest, merged.total, merged.value);
+      } else {
+        *partials.value(split, warp, lane) = merged.value;
+        if (lane == 0) *partials.sums(split, warp) = {merged.highest, merged.total};
+      }
+    }
+    buffer ^= 1;
+  }
+}
+
+// Whether this block is the last of `blocks` to come here; all of its threads do.
+__device__ __forceinline__ bool arrives_last(Shared& shared, int32_t* counter, int blocks, unsigned thread) {
+  // Every thread has stored its part before one of them says so.
+  __syncthreads();
+  if (thread == 0) {
+    shared.arrived = arrive(counter);
+    if (shared.arrived == blocks - 1) *counter = 0;
+  }
+  __syncthreads();
+  return shared.arrived == blocks - 1;
+}
+
+__device__ __forceinline__ void attend(const PagedAttentionParams& params, Shared& shared, unsigned thread, int head,
+                                       int64_t batch_row, int part, int parts_log2) {
+  const int warp = thread / 32, lane = thread % 32, group = lane / 4, quarter = lane % 4;
+  const int queries = params.group;
+  const int64_t row_head = batch_row * params.kv_heads + head;
+  // Loads that wait for nothing come first, then those of the row's pages: what they bring is needed last.
+  const Bf16Bits* token = static_cast<const Bf16Bits*>(params.qkv) +
+                          batch_row * params.kv_heads * (queries + 2) * static_cast<int64_t>(kHeadDim);
+  const HeadPart query = HeadPart::load(token + (head * queries + min(warp, queries - 1)) * kHeadDim, lane);
+  const HeadPart key = HeadPart::load(token + (params.kv_heads * queries + head) * kHeadDim, lane);
+  const uint2 value =
+      __ldcg(reinterpret_cast<const uint2*>(token + (params.kv_heads * (queries + 1) + head) * kHeadDim) + lane);
+  const int64_t row = __ldcg(params.row_map + batch_row);
+  const bool active = params.active[batch_row] != 0;
+  const Pages pages = Pages::of(params, row, head);
+  Walk walk = {part, parts_log2, warp};
+  // Lane i has the page of step i; the first guess is that of a row with few tokens.
+  int page_ids = pages.page(walk.token(lane));
+  const int stored = __ldcg(params.positions + row);
+  // A branch on `active` alone would be waited for before the row is asked for.
+  walk.set_length(active ? stored : 0);
+  uint2* out = reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.out) + (row_head * queries + warp) * kHeadDim);
+  if (!active) {
+    if (part == 0 && warp < queries) out[lane] = {};
+    return;
+  }
+  if (part >= walk.splits) return;
+  if (walk.doublings > 0) page_ids = pages.page(walk.token(lane));
+
+  Tile tile;
+  const int start = walk.token(0);
+  const int64_t place = pages.place(__shfl_sync(kAllLanes, page_ids, 0), start);
+  if (start < stored) {
+    tile.load_keys(pages.keys + place, group, quarter);
+    tile.load_values(pages.values + place, group, quarter);
+  }
+  shared.pages[warp][lane] = page_ids;
+  enter_token(params, shared, pages, query, key, value, stored, walk.has_last_split(), warp, lane);
+  __syncthreads();
+
+  const Partials partials = {params.partials + row_head * kMaxSplits * queries * (kHeadDim + 2), queries};
+  attend_splits(shared, pages, walk, tile, partials, params.scale, thread);
+  const bool alone = walk.parts() == 1;
+  if (!alone && !arrives_last(shared, params.arrived + row_head, walk.parts(), thread)) return;
+  if (warp >= queries) return;
+  const Merged result = alone ? shared.result[warp][lane] : partials.merge(walk.splits, warp, lane);
+  const float factor = 1.0f / result.total;
+  out[lane] = {pack_bf16(result.value.x * factor, result.value.y * factor),
+               pack_bf16(result.value.z * factor, result.value.w * factor)};
+}
+
+}  // namespace moss::paged
