@@ -28,8 +28,10 @@ def test_library_examples_run(tmp_path, monkeypatch, capsys):
     write_demo_checkpoint(tmp_path / "demo-checkpoint")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     monkeypatch.chdir(tmp_path)
-    model_example, runtime_example = code_block("python", "MossTTS"), code_block("python", "Runtime(")
-    assert max(len(example.splitlines()) for example in (model_example, runtime_example)) <= 10
+    model_example, runtime_example, engine_example = (
+        code_block("python", part) for part in ("MossTTS", "Runtime(", "load_engine(")
+    )
+    assert max(len(text.splitlines()) for text in (model_example, runtime_example, engine_example)) <= 10
     names: dict = {}
     exec(model_example, names)
     info = soundfile.info("speech.wav")
@@ -41,6 +43,9 @@ def test_library_examples_run(tmp_path, monkeypatch, capsys):
     assert results[0][0] == len(names["speech"].codes) == info.frames // 3840
     for index, (frames, _) in enumerate(results):
         assert sum(audio.shape[1] for number, audio in names["heard"] if number == index) == 3840 * frames
+    exec(engine_example, names)
+    *chunks, reason = capsys.readouterr().out.splitlines()
+    assert chunks[0] == "0 1 (2, 3840)" and len(chunks) > 1 and reason in ("stop", "length")
 
 
 def test_linked_example_builds(moss_library, tmp_path):
