@@ -65,14 +65,14 @@ def test_triton_in_the_interpreter(capacity, window, in_ring):
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("tokens", [3, 32, 40, 150])
-def test_tiles_of_bf16_in_the_interpreter(monkeypatch, tokens):
+@pytest.mark.parametrize(("tokens", "window"), [(3, 133), (32, 133), (40, 133), (60, 200), (150, 133), (300, 290)])
+def test_tiles_of_bf16_in_the_interpreter(monkeypatch, tokens, window):
     """The tile sizes that bfloat16 uses, on float32: the interpreter has no bfloat16 products."""
     config = triton_kernel._config
     monkeypatch.setattr(triton_kernel, "_config", lambda dtype, tokens: config(torch.bfloat16, tokens))
     rows = [(slot, min(valid, tokens), offset) for slot, valid, offset in ROWS] + [(3, tokens, 200)]
     for in_ring in (False, True):
-        inputs = make_inputs(rows, capacity=140, window=133, tokens=tokens, in_ring=in_ring)
+        inputs = make_inputs(rows, capacity=window + 7, window=window, tokens=tokens, in_ring=in_ring)
         require_exact(triton_kernel.ring_attention_triton, inputs, in_ring=in_ring)
 
 
@@ -192,7 +192,8 @@ def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
     floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
     inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
     out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
-    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write), strict=True))
+    scratch = torch.zeros(out.numel(), device=device)
+    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write, scratch), strict=True))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -240,6 +241,8 @@ def _wrong(name, error, message, value):
         _wrong("out", ValueError, r"\[B, T, H\*D\]", lambda x: x[:, 1:].contiguous()),
         _wrong("out", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
         _wrong("write", ValueError, "False for a chunk that is in the ring already", lambda x: True),
+        _wrong("scratch", ValueError, r"\[n\] with n >= 7680, got \(7679,\)", lambda x: x[1:]),
+        _wrong("scratch", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
     ],
 )
 def test_wrong_argument_is_named(name, error, message, value):
