@@ -155,7 +155,7 @@ def test_every_op_of_the_toy_step_is_right(golden):
     ],
 )
 def test_the_search_finds_the_op_that_does_too_little(golden, options, message):
-    def replaced(*arguments, write):
+    def replaced(*arguments, write, scratch):
         return options and ring_attention(*arguments, **options)
 
     with mock.patch.object(codec_chunk, "ring_attention", replaced), pytest.raises(AssertionError, match=message):
