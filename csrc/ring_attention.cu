@@ -336,5 +336,5 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   const dim3 grid(params->heads, params->batch);
   if (params->tokens <= 8) return launch_kernel(kOp, ring_attention_kernel<1, 1, 8, 3>, *params, grid, dim3(256));
   if (params->tokens <= 16) return launch_kernel(kOp, ring_attention_kernel<1, 2, 8, 2>, *params, grid, dim3(256));
-  return launch_kernel(kOp, ring_attention_kernel<2, 2, 4, 3>, *params, grid, dim3(128));
+  return launch_kernel(kOp, ring_attention_kernel<2, 2, 6, 2>, *params, grid, dim3(192));
 }
