@@ -129,7 +129,7 @@ class CodecStage:
 
     def wait_event(self, event: torch.cuda.Event | None) -> None:
         """Order everything enqueued from now on behind an event of another stream."""
-        if event is not None:
+        if self.stream is not None and event is not None:
             self.stream.wait_event(event)
 
     @torch.no_grad()

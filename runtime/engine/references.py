@@ -96,12 +96,13 @@ class ReferenceCache:
         return future
 
     def close(self) -> None:
-        """Stop after what is being encoded; what waits fails."""
+        """Stop after what is being encoded; what waits fails. Closing again does nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        for futures in self._flights.values():
+        while self._flights:
+            _, futures = self._flights.popitem()
             for future in futures:
                 future.set_exception(RuntimeError("the reference cache was closed"))
 
@@ -117,9 +118,7 @@ class ReferenceCache:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                end = time.monotonic() + self._wait_s
                 self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._wait_s)
-                assert time.monotonic() >= end or len(self._waiting) >= self._batch or self._closed
                 taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
             start = time.perf_counter()
             outcomes = self._outcomes([clip for _, clip in taken])
