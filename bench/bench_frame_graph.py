@@ -19,11 +19,11 @@ import torch
 from bench import harness
 from bench.baselines_frame import TorchFrame
 from bench.frame_profile import print_profile
-from bench.models import random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.model.tts import MossTTS
+from moss_runtime.random_weights import random_model, random_prompts
 
 CONTEXT = 512
 MARGIN = 64  # tokens that rows may grow by

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from bench import bench_frame_graph
-from bench.models import random_model
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import bucket_for
 from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
 from moss_runtime.model import MossTTS
 from moss_runtime.observe import FallbackReason
+from moss_runtime.random_weights import random_model
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 

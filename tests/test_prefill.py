@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.models import random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.prefill import LENGTHS, Prefill, cut
 from moss_runtime.model import MossTTS
 from moss_runtime.observe import FallbackReason
+from moss_runtime.random_weights import random_model, random_prompts
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 

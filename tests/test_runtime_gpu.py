@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.models import random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
 from moss_runtime.model.codec import Codec
 from moss_runtime.observe import FallbackReason, Metrics
+from moss_runtime.random_weights import random_model, random_prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -226,7 +226,7 @@ def test_frame_prefill_and_codec_at_the_same_time_equal_serial_replays(model, go
 def test_a_fresh_process_whose_first_act_is_capture():
     script = """
 import torch
-from bench.models import random_model, random_prompts
+from moss_runtime.random_weights import random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate

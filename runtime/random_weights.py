@@ -1,14 +1,17 @@
-"""TTS models with random weights of realistic gains, made on the device, for benchmarks and GPU tests."""
+"""Models and codecs with random weights of realistic gains, made on the device, for benchmarks and GPU tests."""
 
 import torch
 
 from moss_kernels.testing.backbone import FULL_BACKBONE, backbone_weights
+from moss_kernels.testing.codec_weights import codec_weights
 from moss_kernels.testing.weights import (
     AUDIO_ASSISTANT_SLOT_TOKEN_ID,
     LOCAL_FRAME_SIZES,
     PAD_TOKEN_ID,
     local_frame_weights,
 )
+from moss_runtime.model.codec import Codec, CodecConfig
+from moss_runtime.model.codec.config import PatchConfig, QuantizerConfig, TransformerConfig
 from moss_runtime.model.config import BackboneConfig, LocalConfig, ModelConfig
 from moss_runtime.model.tts import MossTTS
 
@@ -24,6 +27,10 @@ TINY_BACKBONE = {
     "head_dim": 64,
     "max_position_embeddings": 2048,
 }
+# Decoder stages from the codes to the samples, each followed by a patch that doubles the rate, the last one by samples:
+# layers, width, window in tokens.
+FULL_CODEC = ((32, 1280, 125), (12, 768, 250), *[(12, 768, 400)] * 4)
+TINY_CODEC = ((1, 64, 8), (1, 64, 16))
 
 
 def config(size: str, layers: int | None = None) -> ModelConfig:
@@ -87,3 +94,44 @@ def random_prompts(model: MossTTS, lengths: list[int], seed: int = 0) -> list[to
         rows[-1, 0], rows[-1, 1:] = AUDIO_START, pad
         prompts.append(rows)
     return prompts
+
+
+def codec_config(size: str) -> CodecConfig:
+    """MOSS-Audio-Tokenizer v2 ("full"), or a codec to go with the small model ("tiny"), at 12.5 frames a second."""
+    stages, last, features = (FULL_CODEC, 240, 768) if size == "full" else (TINY_CODEC, 16, 64)
+    patches = [2] * (len(stages) - 1) + [last]
+    # What comes out of a stage is what its patch makes the next stage's input of.
+    outputs = [1280, *[768] * 4, last] if size == "full" else [64, last]
+    decoder, encoder, width = [], [], features
+    for (layers, d_model, context), patch, output in zip(stages, patches, outputs, strict=True):
+        shape = {"d_model": d_model, "heads": d_model // 64, "layers": layers, "feedforward_size": 4 * d_model}
+        shape |= {"context": context, "max_period": 10_000.0}
+        decoder += [TransformerConfig(input_size=width, output_size=output, **shape), PatchConfig(patch)]
+        encoder = [PatchConfig(patch), TransformerConfig(input_size=output, output_size=width, **shape), *encoder]
+        width = output // patch
+    channels, samples = 2, last * 2 ** (len(stages) - 1) // 2
+    books, vocab = config(size).n_vq, config(size).audio_vocab_size
+    quantizer = QuantizerConfig(features, 512 if size == "full" else 32, features, books, vocab, codebook_dim=8)
+    return CodecConfig(samples * 25 // 2, channels, samples, quantizer, tuple(encoder), tuple(decoder))
+
+
+def random_codec(
+    config: CodecConfig, *, device: torch.device | str, dtype: torch.dtype = torch.float32, encoder: bool = False
+) -> Codec:
+    """A codec with random weights.
+
+    Args:
+        config: of the codec.
+        device: of the weights.
+        dtype: of encoder and decoder; the quantizer is float32.
+        encoder: with its encoder; else it only decodes.
+    """
+    with torch.device("meta"):
+        codec = Codec(config)
+    if not encoder:
+        codec.encoder = torch.nn.ModuleList()
+    shapes = {name: tensor.shape for name, tensor in codec.state_dict().items()}
+    codec.load_state_dict(codec_weights(shapes, 0, device=device), assign=True)
+    codec.encoder.to(dtype)
+    codec.decoder.to(dtype)
+    return codec.requires_grad_(False).eval()
