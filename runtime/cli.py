@@ -16,6 +16,7 @@ COMMANDS = {
     "encode": "turn audio into codes",
     "decode": "turn codes into audio",
     "inspect": "show what a checkpoint holds, check it, and say how much memory it needs",
+    "bench-engine": "measure how many clients the engine serves, and how fast",
     "init-demo": "write a small checkpoint with random weights, to try the program",
 }
 PROGRAM = "moss-tts"

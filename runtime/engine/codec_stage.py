@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from moss_runtime.engine.transport import Transport
-from moss_runtime.graphs.capture import BUCKETS, bucket_for
+from moss_runtime.graphs.capture import BUCKETS
 from moss_runtime.graphs.codec_chunk import CodecChunk
 from moss_runtime.model.codec import Codec
 from moss_runtime.observe import Lap, Range, annotate
@@ -112,11 +112,10 @@ class CodecStage:
         return len(self._staging) == self._calls
 
     @torch.no_grad()
-    def warm_up(self) -> None:
-        """Capture the codec's graphs, for all batch sizes up to the largest."""
-        largest = bucket_for(self.chunk.max_batch, BUCKETS)
+    def warm_up(self, batches: Iterable[int] = BUCKETS) -> None:
+        """Capture the codec's graphs, for these batch sizes up to the largest."""
         with annotate(Range.WARM_UP), torch.cuda.stream(self.stream):
-            self.chunk.capture({min(bucket, self.chunk.max_batch) for bucket in BUCKETS if bucket <= largest})
+            self.chunk.capture({min(batch, self.chunk.max_batch) for batch in batches})
 
     def lease(self) -> Lease:
         """Take a codec slot; RuntimeError if there is none."""
