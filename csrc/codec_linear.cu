@@ -1,85 +1,21 @@
-// moss_codec_linear: for few rows, where the time is that of streaming the weights. A block takes a few outputs; its
-// warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
-// for before the kernel waits for the one ahead of it.
+// moss_codec_linear: up to 32 rows, where the time is that of streaming the weights; more are in codec_linear_split.cu.
+// A block takes a few outputs; its warps share the inputs, and their partial sums are added at the end. All weights of a
+// thread's first batch are asked for before the kernel waits for the one ahead of it.
 #include "checks.h"
-#include "device/mma.cuh"
-#include "device/vector.cuh"
+#include "codec_linear_split.h"
+#include "device/codec_linear.cuh"
 #include "launch.h"
 
 namespace moss {
 namespace {
 
-using bf16 = __nv_bfloat16;
+using namespace codec_linear;
 
 constexpr char kOp[] = "codec_linear";
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kChunk = 32;     // inputs that a warp takes at once
 constexpr int kTile = 8;       // rows or columns of a tile of the product
-constexpr int kMaxRows = 32;
-constexpr float kNormEps = 1e-5f;
-
-// Sum and sum of squares of a row's inputs.
-struct Moments {
-  float sum, squares;
-
-  __device__ __forceinline__ void add(float2 x) {
-    sum += x.x + x.y;
-    squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
-  }
-};
-
-// Eight inputs of a row as they are stored.
-template <typename X>
-struct Inputs;
-
-template <>
-struct Inputs<bf16> {
-  uint4 words;
-
-  __device__ __forceinline__ void load(const bf16* x) { words = __ldcg(reinterpret_cast<const uint4*>(x)); }
-  __device__ __forceinline__ void clear() { words = {}; }
-  template <bool NORM>
-  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
-    if constexpr (!NORM) return words;
-    const uint32_t x[4] = {words.x, words.y, words.z, words.w};
-    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
-    uint32_t y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      moments.add(unpack_bf16(x[i]));
-      const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x[i]),
-                                             reinterpret_cast<const __nv_bfloat162&>(g[i]));
-      y[i] = reinterpret_cast<const uint32_t&>(product);
-    }
-    return {y[0], y[1], y[2], y[3]};
-  }
-};
-
-template <>
-struct Inputs<float> {
-  float4 low, high;
-
-  __device__ __forceinline__ void load(const float* x) {
-    low = __ldcg(reinterpret_cast<const float4*>(x));
-    high = __ldcg(reinterpret_cast<const float4*>(x) + 1);
-  }
-  __device__ __forceinline__ void clear() { low = high = {}; }
-  template <bool NORM>
-  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
-    const float2 x[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
-    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
-    uint32_t y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 scale = NORM ? unpack_bf16(g[i]) : float2{1.0f, 1.0f};
-      if constexpr (NORM) moments.add(x[i]);
-      y[i] = pack_bf16(x[i].x * scale.x, x[i].y * scale.y);
-    }
-    return {y[0], y[1], y[2], y[3]};
-  }
-};
-
-__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+constexpr int kFewRows = 32, kMaxRows = 256;
 
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
@@ -219,10 +155,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
         total.sum += moments_of[w][row].sum;
         total.squares += moments_of[w][row].squares;
       }
-      const float mean = total.sum / inputs;
-      const float factor = rsqrtf(fmaxf(total.squares / inputs - mean * mean, 0.0f) + kNormEps);
-      y.x = (y.x - mean * weight_sum.x) * factor + bias_sum.x;
-      y.y = (y.y - mean * weight_sum.y) * factor + bias_sum.y;
+      y = normalise(y, total, inputs, weight_sum, bias_sum);
     }
     if (params.gelu) y = {gelu(y.x), gelu(y.y)};
     if (params.scale) y = {fmaf(scale.x, y.x, residual[p].x), fmaf(scale.y, y.y, residual[p].y)};
@@ -298,5 +231,6 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   MossStatus status = check_params(kOp, params);
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
-  return status == MOSS_OK ? dispatch(*params) : status;
+  if (status != MOSS_OK) return status;
+  return params->rows <= kFewRows ? dispatch(*params) : codec_linear::launch_split(*params);
 }

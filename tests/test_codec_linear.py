@@ -200,7 +200,8 @@ def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
     ("field", "value", "message"),
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
-        ("rows", 33, r"`rows` must be 0 \.\. 32, got 33"),
+        ("rows", 257, r"`rows` must be 0 \.\. 256, got 257"),
+        ("rows", 33, "there is no kernel for 33 `rows`, 6 `outputs` and 32 `inputs`"),
         ("inputs", 48, "`inputs` a multiple of 32, got 6 and 48"),
         ("x_dtype", 0, "`x_dtype` must be bfloat16, or float32 with a norm"),
         ("weight", None, "`weight` must not be null"),
@@ -240,6 +241,20 @@ def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), cuda_kernel.SPLIT_ROWS)
+@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
+def test_a_cluster_of_blocks_is_as_close_as_eager_modules(moss_library, kind, n, k, stream):
+    for m in (33, 64, 120, 129, 256):
+        arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
+        if not cuda_kernel.takes(arguments["x"], arguments["weight"], arguments.get("norm_weight")):
+            continue
+        exact, eager = reference(arguments, torch.float64), reference(arguments)
+        cuda_kernel.codec_linear_cuda(*positional(arguments))
+        assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16))
 def test_every_tile(kind, tile):
     """Uneven in every dimension."""
@@ -260,7 +275,7 @@ def test_fp32_on_the_gpu(kind, m, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 480, 9000])
+@pytest.mark.parametrize("m", [1, 60, 480, 9000])
 @pytest.mark.parametrize("dependent", [False, True])
 def test_replay_of_a_chain_equals_eager(m, dependent, monkeypatch):
     """Kernels that may start early still wait for the one before: an MLP on its own residual stream, many times."""
