@@ -156,11 +156,18 @@ def _row(case: Case, impl: str, seconds: list[float]) -> dict[str, object]:
         "flops": case.flops,
         "floor": round(case.floor, 4),
         "ratio_to_floor": round(p50 / case.floor, 2),
+        **environment(),
+        "conditions": {**case.conditions, "repeats_per_graph": case.repeats, "samples": len(seconds)},
+    }
+
+
+def environment() -> dict[str, object]:
+    """What a row says of the machine."""
+    return {
         "gpu": torch.cuda.get_device_name(),
         "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "conditions": {**case.conditions, "repeats_per_graph": case.repeats, "samples": len(seconds)},
     }
 
 
@@ -187,7 +194,8 @@ def save(rows: list[dict[str, object]], options: argparse.Namespace) -> None:
     """Prints rows and, unless it is a dry run, appends them to RESULTS/<gpu>/<date>-<commit>.jsonl."""
     for row in rows:
         spread = f"{row['p20']:10.3f} {row['p50']:10.3f} {row['p80']:10.3f} {row['unit']}"
-        print(f"{row['case']:32} {row['impl']:16} {spread}   {row['ratio_to_floor']:8.1f} x floor", flush=True)
+        floor = f"   {row['ratio_to_floor']:8.1f} x floor" if "ratio_to_floor" in row else ""
+        print(f"{row['case']:32} {row['impl']:16} {spread}{floor}", flush=True)
     if options.dry_run:
         return
     commit, now = options.commit or _commit(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import bench_engine, plot_engine
 from moss_runtime.cli import main
 from moss_runtime.commands.bench_engine import Workload, for_load, random_engine
 from moss_runtime.engine import EngineConfig
@@ -67,3 +68,40 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert written["engine"]["mode"] == "streaming-balanced"
     assert main(["bench-engine", "--mode", "loud"]) == 2
     assert main(["bench-engine", "--codec", "x", "--size", "tiny"]) == 2
+
+
+@pytest.mark.parametrize("options", [["--clone", "--modes", "streaming-low-latency"], ["--modes", "offline-fast"]])
+def test_benchmark_without_a_gpu(monkeypatch, capsys, options):
+    monkeypatch.setattr("moss_runtime.commands.bench_engine.FRAMES", (8, 12))
+    monkeypatch.setattr("sys.argv", ["bench_engine", "--smoke", *options])
+    bench_engine.main()
+    output = capsys.readouterr().out
+    assert "engine/C3 " in output and ("codes as alone" in output) == ("--clone" in options)
+
+
+def test_rows_and_what_is_drawn_of_them(tmp_path):
+    class Engine:
+        config = EngineConfig(rows=64)
+
+        def snapshot(self):
+            graphs = {"frame": {"hit_ratio": 1.0}}
+            stages = {"frame_ms": {"moss/backbone": [2.5]}, "stage_seconds": {"codec": 0.5}}
+            counts = {"codec_calls": 4, "codec_rows": 20, "codec_padding_frames": 3}
+            counts |= {"reference_hits": 0, "reference_misses": 0, "sampling_rate": 48000, "channels": 2}
+            return counts | stages | {"graphs": graphs}
+
+    rows = []
+    for clients, first in ((1, 0.012), (64, 0.08)):
+        load = Load(clients, 2.0, 12.5, frames=[(when / 10, 25) for when in range(20)], first_audio=[first])
+        rows += bench_engine.rows_of(load, Engine(), "", 0.0)
+    assert [(row["case"], row["p50"], row["unit"]) for row in rows] == [
+        ("engine/C1", 12.0, "ms"),
+        ("engine/C1/rate", 20.0, "audio_s_per_s"),
+        ("engine/C64/first_audio", 80.0, "ms"),
+        ("engine/C64", 20.0, "audio_s_per_s"),
+    ]
+    assert rows[3]["ratio_to_floor"] == 56.5 and rows[0]["conditions"]["audio_seconds"] == 40
+    path = tmp_path / "card" / "2026-01-01-abc.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row | {"gpu": "card", "sha": "abc"}) + "\n" for row in rows))
+    assert plot_engine.series(tmp_path) == {"rate": [(1, 20.0), (64, 20.0)], "first_audio": [(1, 12.0), (64, 80.0)]}

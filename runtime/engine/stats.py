@@ -78,9 +78,10 @@ class Stats:
     def __init__(self):
         self._lock = threading.Lock()
         self._counters: Counter[tuple[str, str | None]] = Counter()
-        self._distributions = {name: Distribution(bounds) for name, (_, bounds) in DISTRIBUTIONS.items()}
+        self._distributions: dict[str, Distribution] = {}
         self._first_audio: dict[str, Distribution] = {}
         self._gauges: dict[str, Callable[[], float]] = {}
+        self.reset()
 
     def count(self, name: str, value: float = 1, label: str | None = None) -> None:
         """Add to a counter of COUNTERS."""
@@ -97,6 +98,13 @@ class Stats:
         with self._lock:
             for stage, seconds in stages.items():
                 self._first_audio.setdefault(stage, Distribution(_SECONDS)).add(seconds)
+
+    def reset(self) -> None:
+        """Begin again at zero; gauges stay."""
+        with self._lock:
+            self._counters.clear()
+            self._distributions = {name: Distribution(bounds) for name, (_, bounds) in DISTRIBUTIONS.items()}
+            self._first_audio.clear()
 
     def watch(self, **gauges: Callable[[], float]) -> None:
         """Say where to read a gauge."""

@@ -1,0 +1,248 @@
+"""The engine under load at full size: `python -m bench.bench_engine`.
+
+Weights are random and never stop; a request has a prompt of 150 tokens and 60 to 120 frames, and each client sends one
+after the other. Nothing is timed before requests under load have the codes that they have alone, bit for bit, and
+their streamed audio is as close to float32 offline decoding as that of the eager bfloat16 codec, within 1 dB.
+"""
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import torch
+
+from bench import harness
+from bench.bench_codec_chunk import snr
+from bench.plot_engine import plot
+from moss_runtime.commands.bench_engine import FRAMES, PROMPT_TOKENS, RandomPrompts, Workload, for_load
+from moss_runtime.engine import Engine, EngineConfig
+from moss_runtime.engine.load import Load, measure
+from moss_runtime.random_weights import codec_config, random_codec, random_model
+
+CONCURRENCY = (1, 4, 16, 64, 128)
+TARGETS = (1, 64, 128)
+# Codec graphs of a quick run; other numbers of streams are padded to these.
+QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Audio seconds per second if all stages ran one after the other, each at its floor.
+FLOORS = {64: 1130.0, 128: 1460.0}
+MAX_SNR_LOSS_DB = 1.0
+EXACT_DB = 110.0
+CHECKED = 6
+MAX_GROWTH_MIB = 64
+
+
+class Bench:
+    """Models, the codec in float32 to compare with, and an engine over them."""
+
+    def __init__(self, size: str, device: str, options: argparse.Namespace):
+        self.device, self.options = torch.device(device), options
+        # On a CPU bits depend on the batch in bfloat16.
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.exact = random_codec(codec_config(size), device=device, encoder=options.clone)
+        self.exact.encoder = torch.nn.ModuleList()
+        before = self._allocated()
+        self.codec = random_codec(codec_config(size), device=device, dtype=dtype, encoder=options.clone)
+        self.codec_bytes = self._allocated() - before
+        self.model = random_model(size, device=device, dtype=dtype)
+
+    def engine(self, mode: str, rows: int, **changes) -> Engine:
+        """A warm engine; its start is printed."""
+        start = time.perf_counter()
+        config = dataclasses.replace(for_load(EngineConfig.from_mode(mode), rows), **changes)
+        engine = Engine(config, self.model, self.codec, RandomPrompts(self.model.config))
+        engine.runtime.warm_up()
+        middle, free = time.perf_counter(), self._free()
+        engine.stage.warm_up(QUICK_BATCHES)
+        self.codec_graph_bytes = free - self._free()
+        print(f"engine of {rows} rows, {mode}: {middle - start:.1f} s, codec {time.perf_counter() - middle:.1f} s")
+        return engine
+
+    def check(self, engine: Engine, concurrency: int) -> None:
+        """Raises AssertionError unless codes and audio under load are what they should be."""
+        requests = Workload(engine, clone=self.options.clone)
+        tried = [requests(index) for index in range(CHECKED)]
+        alone = [engine.submit(request).result(60) for request in tried]
+        others = [engine.submit(requests(CHECKED + index)) for index in range(concurrency - CHECKED)]
+        handles = [engine.submit(request) for request in tried]
+        chunks = [list(handle) for handle in handles]
+        for other in others:
+            other.result(60)
+        vocab, samples = self.model.config.audio_vocab_size, self.codec.config.samples_per_frame
+        for index, (handle, first, parts) in enumerate(zip(handles, alone, chunks, strict=True)):
+            result = handle.result()
+            assert result.error is None and result.frames == tried[index].max_frames, f"{result}"
+            assert ((result.codes >= 0) & (result.codes < vocab)).all(), f"request {index}: a code is out of range"
+            same = (result.codes == first.codes).all(1).long().cumprod(0).sum().item()
+            assert same == result.frames, f"request {index}: codes under load differ from frame {same} on"
+            assert sum(part.pcm.shape[1] for part in parts) == result.frames * samples
+        self._check_audio(handles[0].result().codes, chunks[0])
+
+    @torch.no_grad()
+    def _check_audio(self, codes: torch.Tensor, chunks: Sequence) -> None:
+        codes = codes[None].long().to(self.device)
+        expected = self.exact.decode(codes)[0]
+        streamed = torch.from_numpy(numpy.concatenate([chunk.pcm for chunk in chunks], axis=1)).to(self.device)
+        # Nobody is asked for more than the rounding of float32 allows.
+        limit = min(snr(self.codec.decode(codes)[0], expected), EXACT_DB) - MAX_SNR_LOSS_DB
+        reached = snr(streamed, expected)
+        assert reached >= limit, f"SNR to float32 offline must be at least {limit:.2f} dB, got {reached:.2f} dB"
+        print(f"codes as alone; audio {reached:.2f} dB to float32 offline, at least {limit:.2f} asked", flush=True)
+
+    def load(self, engine: Engine, concurrency: int, *, warm_s: float, window_s: float) -> tuple[Load, float]:
+        """What clients see, and by how many MiB the memory of the device has grown meanwhile."""
+        requests = Workload(engine, clone=self.options.clone, seed=concurrency)
+        if warm_s:
+            measure(engine, requests, concurrency=concurrency, warm_s=warm_s, window_s=0.1)
+        engine.stats.reset()
+        free = self._free()
+        # At the beginning all clients come at once; what counts is what follows.
+        load = measure(engine, requests, concurrency=concurrency, warm_s=warm_s, window_s=window_s)
+        return load, (free - self._free()) / 2**20
+
+    def memory_row(self, engine: Engine) -> dict[str, object]:
+        """Codec weights, state, buffers and graphs."""
+        chunk = engine.stage.chunk
+        state = [tensor for rings in chunk.slots.stages for tensor in (rings.keys, rings.values)]
+        parts = {
+            "weights": self.codec_bytes + chunk.table.nbytes,
+            "state": sum(tensor.nbytes for tensor in state) + chunk.slots.offsets.nbytes,
+            "buffers": chunk.buffers.size_in_bytes,
+            "graphs": self.codec_graph_bytes,
+        }
+        mib = {name: round(size / 2**20, 1) for name, size in parts.items()}
+        total = round(sum(parts.values()) / 2**20, 1)
+        values = {"p20": total, "p50": total, "p80": total, "unit": "MiB"}
+        return _described({"case": f"engine/C{engine.config.rows}/memory", **values}, {"parts_mib": mib})
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _free(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+
+def rows_of(load: Load, engine: Engine, suffix: str, growth_mib: float) -> list[dict[str, object]]:
+    """Result rows of a load: the rate (or, of one client, the first audio), then the times clients see."""
+    summary, shot, case = load.summary(), engine.snapshot(), f"engine/C{load.concurrency}{suffix}"
+    calls = max(shot["codec_calls"], 1)
+    conditions = summary | {
+        "mode": engine.config.mode,
+        "stream": engine.config.stream,
+        "overlap": engine.config.overlap,
+        "dtype": "bfloat16",
+        "prompt_tokens": PROMPT_TOKENS,
+        "frames_of_a_request": list(FRAMES),
+        "frames": sum(count for _, count in load.frames),
+        "audio_seconds": round(load.audio_seconds, 2),
+        "sampling_rate": shot["sampling_rate"],
+        "channels": shot["channels"],
+        "graph_hits": {name: round(graph["hit_ratio"], 4) for name, graph in shot["graphs"].items()},
+        "reference_hits": shot["reference_hits"],
+        "reference_misses": shot["reference_misses"],
+        "frame_ms_p50": {name: round(times[0], 3) for name, times in shot["frame_ms"].items()},
+        "stage_seconds": {name: round(value, 3) for name, value in shot["stage_seconds"].items()},
+        "codec_streams_per_call": round(shot["codec_rows"] / calls, 1),
+        "codec_padding_frames": shot["codec_padding_frames"],
+        "memory_growth_mib": round(growth_mib, 1),
+    }
+    times = {"first_audio": load.first_audio, "gap": load.gaps, "latency": load.latency}
+    rows = [_row(f"{case}/{name}", [1e3 * value for value in values], "ms") for name, values in times.items() if values]
+    if load.concurrency == 1 and not suffix:
+        rows[0]["case"] = case
+    rate = f"{case}/rate" if load.concurrency == 1 and not suffix else case
+    rows.append(_row(rate, load.rates(), "audio_s_per_s"))
+    if load.concurrency in FLOORS:
+        rows[-1] |= {
+            "floor": FLOORS[load.concurrency],
+            "ratio_to_floor": round(FLOORS[load.concurrency] / rows[-1]["p50"], 2),
+        }
+    return [_described(row, conditions) for row in rows]
+
+
+def _row(case: str, values: list[float], unit: str) -> dict[str, object]:
+    p20, p50, p80 = numpy.percentile(numpy.array(values), (20, 50, 80)).tolist()
+    return {"case": case, "p20": round(p20, 3), "p50": round(p50, 3), "p80": round(p80, 3), "unit": unit}
+
+
+def _described(row: dict[str, object], conditions: dict[str, object]) -> dict[str, object]:
+    return {**row, "impl": "runtime", "conditions": conditions}
+
+
+def save(rows: list[dict[str, object]], options: argparse.Namespace) -> None:
+    harness.save([row | harness.environment() for row in rows], options)
+
+
+def run(options: argparse.Namespace) -> None:
+    bench = Bench("full", "cuda", options)
+    rows_needed = max(options.concurrency)
+    for mode in options.modes:
+        suffix = {"streaming-balanced": "", "streaming-low-latency": "/low_latency", "offline-fast": "/offline"}[mode]
+        suffix += "/clone" * options.clone + "/turns" * options.turns
+        changes = {"overlap": not options.turns} | dict(options.set)
+        with bench.engine(mode, rows_needed, **changes) as engine:
+            try:
+                bench.check(engine, min(rows_needed, 64))
+            except AssertionError as error:
+                if not options.dry_run:
+                    raise
+                print(f"NOT TO BE RECORDED, the check failed: {error}", flush=True)
+            if not options.quick:
+                load, growth = bench.load(engine, min(rows_needed, 64), warm_s=0, window_s=2)
+                save(rows_of(load, engine, suffix + "/burst", growth), options)
+            for concurrency in options.concurrency:
+                load, growth = bench.load(engine, concurrency, warm_s=1.5, window_s=options.seconds)
+                print(load.summary(), flush=True)
+                assert growth <= MAX_GROWTH_MIB, f"the run took {growth:.0f} MiB more"
+                save(rows_of(load, engine, suffix, growth), options)
+            if rows_needed == 128 and not suffix:
+                save([bench.memory_row(engine)], options)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def smoke(options: argparse.Namespace) -> None:
+    """Checks a tiny engine on the CPU and puts a short load on it."""
+    bench = Bench("tiny", "cpu", options)
+    for mode in options.modes:
+        with bench.engine(mode, 4) as engine:
+            if engine.config.stream:
+                bench.check(engine, 8)
+            load, growth = bench.load(engine, 3, warm_s=0.1, window_s=2)
+            for row in rows_of(load, engine, "", growth):
+                print(f"{row['case']:32} {row['p50']:10.2f} {row['unit']}", flush=True)
+
+
+def main() -> None:
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="clients (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="only the cases that have a target, for a shorter time")
+    parser.add_argument("--modes", nargs="+", default=["streaming-balanced"], help="of the engine (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10, help="length of a measurement (%(default)s)")
+    parser.add_argument("--clone", action="store_true", help="reference audio in each request, half of it known")
+    parser.add_argument("--turns", action="store_true", help="frames and codec calls one after the other")
+    parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="NAME=NUMBER", help="engine settings")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows in --results, and measure nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.concurrency, options.seconds = list(TARGETS), min(options.seconds, 6)
+    if options.plot:
+        plot(options.results, options.plot)
+    elif options.smoke:
+        smoke(options)
+    else:
+        run(options)
+
+
+def setting(text: str) -> tuple[str, float]:
+    """A setting of the engine as on the command line: an integer where it has no point."""
+    name, _, value = text.partition("=")
+    return name, float(value) if "." in value else int(value)
+
+
+if __name__ == "__main__":
+    main()
