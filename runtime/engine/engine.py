@@ -32,7 +32,7 @@ from moss_runtime.observe import Metrics, StageTimer
 _log = logging.getLogger("moss_runtime.engine")
 # How long the engine's thread sleeps between two looks at the device while frames are being made, while requests wait
 # for what the device gives back, and at most.
-_POLL_S, _WAIT_S, _IDLE_S = 0.0005, 0.002, 0.1
+_POLL_S, _WAIT_S, _IDLE_S = 0.0002, 0.002, 0.1
 
 
 class Engine:
@@ -263,11 +263,14 @@ class Engine:
 
     def _sleep(self) -> None:
         """Until there may be something to do."""
-        if self.runtime.in_flight:
-            timeout = _POLL_S
-        else:
-            soon = self._scheduler.next_time()
-            timeout = _WAIT_S if self._scheduler.waiting else _IDLE_S
-            timeout = timeout if soon is None else min(max(soon - time.perf_counter(), 0), timeout)
+        busy, soon = self.runtime.in_flight, self._scheduler.next_time()
+        longest = _WAIT_S if self._scheduler.waiting else _IDLE_S
+        end = time.perf_counter() + longest
+        if soon is not None:
+            end = min(end, soon)
         with self._changed:
-            self._changed.wait_for(lambda: self._signal or self._closing, timeout)
+            while not (self._signal or self._closing or self.runtime.landed):
+                left = end - time.perf_counter()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, _POLL_S) if busy else left)

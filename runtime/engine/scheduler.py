@@ -200,24 +200,26 @@ class Scheduler:
         """Enqueue the next launch, and take what earlier ones have made."""
         if all(job.reason is not None for job in self.live.values()):
             return False
+        in_flight = self._runtime.in_flight
         try:
             deltas = self._runtime.step()
         except Exception as error:
             _log.exception("a step of the runtime failed")
             self._end_lost(error)
             return True
+        for event in {delta.ready_event for delta in deltas}:
+            self._stage.wait_event(event)
         for delta in deltas:
             job = self.live.get(delta.request_id)
             if job is None or job.row.generation != delta.generation:
                 continue
             if len(delta.codes) and not job.stream.known:
                 job.first_frame = time.perf_counter()
-            self._stage.wait_event(delta.ready_event)
             self._stage.transport.send(delta)
             job.stream.known += len(delta.codes)
             if delta.final:
                 job.stream.final, job.reason = True, delta.finish_reason
-        return bool(deltas)
+        return bool(deltas) or self._runtime.in_flight > in_flight
 
     def _end_lost(self, error: Exception) -> None:
         """End the requests that a failed step has aborted."""

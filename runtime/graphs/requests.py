@@ -70,6 +70,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def landed(self) -> bool:
+        """The oldest launch is over."""
+        return bool(self._flights) and (self._flights[0].event is None or self._flights[0].event.query())
+
     def add(self, requests: list[Request], report: Tensor) -> None:
         """Take the report of a launch, [3, B] on the device with a column for each request, on the current stream."""
         host, event = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda), None
@@ -81,7 +86,7 @@ class Flights:
     def read(self) -> list[FrameDelta]:
         """What the launches that are over have made; requests whose last frame is among it end."""
         deltas = []
-        while self._flights and (self._flights[0].event is None or self._flights[0].event.query()):
+        while self.landed:
             flight = self._flights.popleft()
             for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
                 if not request.ended:

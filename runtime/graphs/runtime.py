@@ -136,6 +136,11 @@ class Runtime:
         """Launches that the host has not learnt of."""
         return len(self._flights)
 
+    @property
+    def landed(self) -> bool:
+        """The host can learn of the oldest launch now: `step` has something to return or to enqueue."""
+        return self._flights.landed
+
     @torch.no_grad()
     def warm_up(self, progress: Callable[[], None] = lambda: None, *, prefill: bool = True) -> None:
         """Compile, load and capture everything, before the first request.
