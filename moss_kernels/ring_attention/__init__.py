@@ -102,8 +102,10 @@ def _run_cuda(*arguments: object) -> None:
     qkv, ring_k, chunk_in_ring = arguments[0], arguments[2], arguments[8]
     backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, chunk_in_ring) else _ANY_SIZE
     backend = _library.backend_for(_OP, backends, qkv.device)
-    if backend == "cuda":
+    if backend == "cuda" and qkv.shape[1] <= cuda_kernel.SHORT_TOKENS:
         return cuda_kernel.ring_attention_cuda(*arguments[: _REQUIRED + 1])
+    if backend == "cuda":
+        return _attend_and_write(cuda_kernel.ring_attention_cuda, *arguments)
     if backend == "reference":
         return _attend_and_write(ring_attention_reference, *arguments)
     from .triton_kernel import ring_attention_triton
@@ -151,8 +153,8 @@ def ring_attention(
     stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of
     `qkv` is read: the released streaming decoder, whose chunks evict keys that their own queries still need.
 
-    A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
-    anything, NaN included, and so may tokens at or beyond `valid`.
+    A row's result depends on the batch in its last bits at most. What the offset says was never written, or was
+    overwritten, may hold anything, NaN included, and so may tokens at or beyond `valid`.
 
     Args:
         qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.
