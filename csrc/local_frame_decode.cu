@@ -26,7 +26,10 @@ __global__ void __launch_bounds__(kThreads, 1) local_frame_kernel(const __grid_c
   const bool has_table = params.qkv_table != nullptr;
   const Split split(params.batch, has_table);
   if (threadIdx.x == 0) init_rings(shared.rings);
-  __syncthreads();
+  if constexpr (Ring::kCluster > 1)
+    cluster_sync();
+  else
+    __syncthreads();
 
   const auto run = [&](auto& role) {
     if constexpr (TABLE)
@@ -37,14 +40,23 @@ __global__ void __launch_bounds__(kThreads, 1) local_frame_kernel(const __grid_c
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const bool elected = (threadIdx.x & 31) == 0;
   if (warp < kComputeThreads / 32) {
+    registers_grow<208>();
     Compute<Dims, Ring> role{{}, {counters}, split, shared.rings, shared.memory, arguments, params, workspace, {}};
     run(role);
     leave(counters);
-  } else if (warp == kComputeThreads / 32) {
-    if (elected) stream_weights<Dims, TABLE>(shared.rings, static_cast<const bf16*>(params.packed), has_table);
-  } else if (elected) {
-    ActivationStreamer<Dims, Ring> role{{}, {counters}, split, shared.rings, workspace, policy_evict_last(), {}};
-    run(role);
+  } else {
+    registers_shrink<72>();
+    if (warp == kComputeThreads / 32 && elected)
+      stream_weights<Dims, TABLE>(shared.rings, static_cast<const bf16*>(params.packed), has_table);
+    if (warp == kComputeThreads / 32 + 1 && elected) {
+      ActivationStreamer<Dims, Ring> role{{}, {counters}, split, shared.rings, workspace, policy_evict_last(), {}};
+      run(role);
+    }
+  }
+  if constexpr (Ring::kCluster > 1) {
+    // No block leaves while its neighbour may still write to its shared memory.
+    __syncwarp();
+    cluster_sync();
   }
 }
 
@@ -52,6 +64,7 @@ template <class Dims, int COLUMNS, bool TABLE>
 MossStatus launch_columns(const Arguments& arguments, int blocks) {
   auto* kernel = local_frame_kernel<Dims, COLUMNS, TABLE>;
   constexpr int kBytes = sizeof(SharedMemory<Dims, COLUMNS>);
+  constexpr int kCluster = decltype(SharedMemory<Dims, COLUMNS>::rings)::kCluster;
   static_assert(kBytes <= 232448);
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
@@ -61,11 +74,14 @@ MossStatus launch_columns(const Arguments& arguments, int blocks) {
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = static_cast<cudaStream_t>(arguments.params.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = kCluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = kCluster > 1 ? 2 : 1;
   return check_cuda(cudaLaunchKernelEx(&config, kernel, arguments), kOp, "cudaLaunchKernelEx");
 }
 
@@ -83,11 +99,14 @@ MossStatus launch(const Arguments& arguments) {
                      multiprocessors, wanted);
   const int units = Dims::KeyValue::kUnits;
   const int limit = wanted ? wanted : multiprocessors;
-  const int blocks = limit < units ? limit : units;
   const int batch = arguments.params.batch;
-  if (blocks * kMaxRows < batch)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `multiprocessors` must be at least batch / %d = %d, got %d",
-                     kOp, kMaxRows, (batch + kMaxRows - 1) / kMaxRows, blocks);
+  // A launch in clusters has a whole number of them.
+  const int cluster = batch > kClusterColumns / 2 ? 2 : 1;
+  const int least = ((batch + kMaxRows - 1) / kMaxRows + cluster - 1) / cluster * cluster;
+  const int blocks = (limit < units ? limit : units) / cluster * cluster;
+  if (blocks < least)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `multiprocessors` must be at least %d for %d rows, got %d",
+                     kOp, least, batch, limit);
   if constexpr (TABLE) {
     return launch_columns<Dims, 64, true>(arguments, blocks);
   } else {

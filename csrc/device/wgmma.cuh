@@ -17,6 +17,16 @@ __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address, uint32_t
   return address >> 4 | (k_stride >> 4) << 16;
 }
 
+// Changes the number of registers of each thread of the warpgroup. All blocks' threads start with the launch's number.
+template <int COUNT>
+__device__ __forceinline__ void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
