@@ -9,6 +9,7 @@ namespace moss {
 namespace {
 
 constexpr char kOp[] = "sample_codebook";
+constexpr int kAloneRows = 64, kAloneBytes = 112 * 1024;
 
 template <int THREADS>
 struct BlockSync {
@@ -114,7 +115,17 @@ template <typename T, int THREADS, int EPT>
 MossStatus launch(const SampleCodebookParams& params) {
   auto* kernel = params.dependent_launch ? sample_codebook_kernel<T, THREADS, EPT, true>
                                          : sample_codebook_kernel<T, THREADS, EPT, false>;
-  return launch_kernel(kOp, kernel, params, dim3(params.batch), dim3(THREADS));
+  // A draw is a chain of latencies. So much shared memory, though unused, keeps two blocks from sharing a
+  // multiprocessor; above kAloneRows the next launch's blocks would find none free.
+  int dynamic_bytes = 0;
+  if (THREADS > 32 && params.batch <= kAloneRows) {
+    const MossStatus status =
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAloneBytes), kOp,
+                   "cudaFuncSetAttribute");
+    if (status != MOSS_OK) return status;
+    dynamic_bytes = kAloneBytes;
+  }
+  return launch_kernel(kOp, kernel, params, dim3(params.batch), dim3(THREADS), dynamic_bytes);
 }
 
 template <typename T>
