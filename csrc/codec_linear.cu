@@ -232,5 +232,10 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
-  return params->rows <= kFewRows ? dispatch(*params) : codec_linear::launch_split(*params);
+  // A thread here holds so many weights of a long row that it would wait for the inputs of one row after the other.
+  const int few_rows = params->inputs >= 5120 ? 8 : params->inputs >= 3072 ? 16 : kFewRows;
+  const bool split = params->rows > few_rows;
+  if (split) status = codec_linear::launch_split(*params);
+  const bool refused = split && status == MOSS_ERROR_INVALID_ARGUMENT && params->rows <= kFewRows;
+  return split && !refused ? status : dispatch(*params);
 }

@@ -1,4 +1,4 @@
-// moss_codec_linear for 33 to 256 rows. The blocks of a cluster share the inputs of one tile of the output: each holds
+// moss_codec_linear for up to 256 rows. The blocks of a cluster share the inputs of one tile of the output: each holds
 // its part of the rows and of the weights in shared memory at once, so that a product is one trip to memory, and each
 // finishes some rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for
 // the one ahead of it.
@@ -121,8 +121,9 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(kThreads, 2)
   const uint4* b = reinterpret_cast<const uint4*>(weights + (warp_output + group) * pitch + 8 * quarter);
   const int tile_pitch = kTile * pitch / 8;  // from a row or output to that of the next tile
   float product[2][TILES][4] = {};
+  const int own_steps = first_row + warp_row < rows ? steps : 0;
 #pragma unroll 2
-  for (int step = 0; step < steps; ++step, a += kChunk / 8, b += kChunk / 8) {
+  for (int step = 0; step < own_steps; ++step, a += kChunk / 8, b += kChunk / 8) {
     uint4 row[4], column[TILES];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
