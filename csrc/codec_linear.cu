@@ -15,7 +15,7 @@ constexpr char kOp[] = "codec_linear";
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kChunk = 32;     // inputs that a warp takes at once
 constexpr int kTile = 8;       // rows or columns of a tile of the product
-constexpr int kFewRows = 32, kMaxRows = 256;
+constexpr int kFewRows = 32, kMaxRows = 512;
 
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>

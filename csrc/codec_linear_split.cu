@@ -1,4 +1,4 @@
-// moss_codec_linear for up to 256 rows. The blocks of a cluster share the inputs of one tile of the output: each holds
+// moss_codec_linear for up to 512 rows. The blocks of a cluster share the inputs of one tile of the output: each holds
 // its part of the rows and of the weights in shared memory at once, so that a product is one trip to memory, and each
 // finishes some rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for
 // the one ahead of it.

@@ -200,7 +200,7 @@ def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
     ("field", "value", "message"),
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
-        ("rows", 257, r"`rows` must be 0 \.\. 256, got 257"),
+        ("rows", 513, r"`rows` must be 0 \.\. 512, got 513"),
         ("rows", 33, "there is no kernel for 33 `rows`, 6 `outputs` and 32 `inputs`"),
         ("inputs", 48, "`inputs` a multiple of 32, got 6 and 48"),
         ("x_dtype", 0, "`x_dtype` must be bfloat16, or float32 with a norm"),
@@ -244,7 +244,7 @@ def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
 @pytest.mark.parametrize(("n", "k"), cuda_kernel.SPLIT_ROWS)
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
 def test_a_cluster_of_blocks_is_as_close_as_eager_modules(moss_library, kind, n, k, stream):
-    for m in (33, 64, 120, 129, 256):
+    for m in (33, 64, 120, 129, 256, 480):
         arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
         if not cuda_kernel.takes(arguments["x"], arguments["weight"], arguments.get("norm_weight")):
             continue

@@ -1,4 +1,4 @@
-"""`codec_linear` for up to 256 rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`codec_linear` for up to 512 rows in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 from functools import cache
@@ -10,15 +10,15 @@ from moss_kernels._launch import dependent_launch
 
 FEW_ROWS = 32
 _INPUTS_MULTIPLE = 32
-# Most rows by [N, K] of the codec's weights, where it takes more than few: all blocks then run at once.
+# Most rows by [N, K] of the codec's weights, where it takes more than few.
 SPLIT_ROWS: dict[tuple[int, int], int] = {
     (3840, 1280): 64,
     (1280, 1280): 64,
     (5120, 1280): 64,
     (1280, 5120): 64,
-    (2304, 768): 256,
+    (2304, 768): 512,
     (768, 768): 256,
-    (3072, 768): 256,
+    (3072, 768): 512,
     (768, 3072): 256,
 }
 
