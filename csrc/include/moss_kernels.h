@@ -354,7 +354,7 @@ MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 typedef struct CodecLinearParams {
   uint32_t struct_size;    /* sizeof(CodecLinearParams) */
   uint32_t abi_version;    /* MOSS_ABI_VERSION */
-  int32_t rows;            /* M, 0 .. 256 */
+  int32_t rows;            /* M, 0 .. 512 */
   int32_t outputs;         /* N, even */
   int32_t inputs;          /* K, a multiple of 32; above 32 rows of 128, and above 3072 of 256, to some limit */
   MossDtype x_dtype;       /* MOSS_BFLOAT16, or with a norm MOSS_FLOAT32 too */
