@@ -18,7 +18,7 @@ constexpr int kChunk = 32;     // inputs of a step
 constexpr int kTile = 8;       // columns of a tile of the product
 constexpr int kWarpRows = 32;  // so that two warps share the rows and four the columns
 constexpr int kWarpColumns = 4;
-constexpr int kSharedBytes = 227 << 10;
+constexpr int kSharedBytes = 226 << 10;  // and what is declared in the kernel
 // Most blocks of a launch: of one block of rows, one on each of 132 multiprocessors and small ones beside it; of more,
 // two.
 constexpr int kMostBlocks = 144, kMostBlocksOfRows = 264;
