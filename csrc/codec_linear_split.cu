@@ -34,6 +34,7 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(kThreads, 2)
   constexpr int kOutputs = kWarpColumns * TILES * kTile, kPairs = kOutputs / 2;
   constexpr int kOwnRows = kRows / SPLITS, kItems = (kOwnRows * kPairs + kThreads - 1) / kThreads;
   constexpr int kSumsPitch = kOutputs + kTile;           // of partial sums, so that a warp's rows lie in different banks
+  static_assert(kOutputs == TILES * kThreads / 8);
   constexpr int kAtOnce = sizeof(X) == 2 ? 10 : 5;       // steps whose inputs a thread loads at once
   extern __shared__ uint4 memory[];
   __shared__ Moments moments_of[kRows];
@@ -47,11 +48,13 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(kThreads, 2)
   float* const sums = reinterpret_cast<float*>(memory);  // where weights and operands were
 
   cudaTriggerProgrammaticLaunchCompletion();
-  const int pieces = share / 8;
-  for (int i = threadIdx.x; i < kOutputs * pieces; i += kThreads) {
-    const int output = i / pieces, piece = i % pieces;
+  // Eight threads copy a line of 128 bytes.
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const int output = i * (kThreads / 8) + threadIdx.x / 8;
     const int64_t source = static_cast<int64_t>(min(first_output + output, outputs - 1)) * inputs + first_input;
-    copy_async(weights + output * pitch + 8 * piece, static_cast<const bf16*>(params.weight) + source + 8 * piece);
+    for (int input = threadIdx.x % 8 * 8; input < share; input += 64)
+      copy_async(weights + output * pitch + input, static_cast<const bf16*>(params.weight) + source + input);
   }
   cudaGridDependencySynchronize();
 
