@@ -134,6 +134,18 @@ def test_with_the_codec_stalled_everything_stays_bounded_and_recovers(engine, ga
     wait_until(lambda: engine.stage.idle)
 
 
+def test_a_free_row_stays_free_while_too_much_waits_for_the_codec(engine, gate):
+    gate.stall()
+    handles = [engine.submit(request(seed)) for seed in range(ROWS - 1)]
+    wait_until(lambda: len(engine._scheduler.live) == ROWS - 1)
+    settled(engine)
+    handles.append(engine.submit(request(9)))
+    settled(engine)
+    assert (engine.runtime.pool.free, len(engine._scheduler.waiting)) == (1, 1)
+    gate.open.set()
+    assert [handle.result(20).frames for handle in handles] == [FRAMES] * ROWS
+
+
 def test_chunks_grow_when_the_codec_lags(engine, gate):
     gate.stall()
     handle = engine.submit(request(1))

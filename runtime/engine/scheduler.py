@@ -211,7 +211,7 @@ class Scheduler:
             self._stage.wait_event(event)
         for delta in deltas:
             job = self.live.get(delta.request_id)
-            if job is None or job.row.generation != delta.generation:
+            if job is None:  # it was aborted
                 continue
             if len(delta.codes) and not job.stream.known:
                 job.first_frame = time.perf_counter()
