@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> None:
                 load, growth = bench.load(engine, min(rows_needed, 64), warm_s=0, window_s=2)
                 save(rows_of(load, engine, suffix + "/burst", growth), options)
             for concurrency in options.concurrency:
-                load, growth = bench.load(engine, concurrency, warm_s=1.5, window_s=options.seconds)
+                load, growth = bench.load(engine, concurrency, warm_s=1, window_s=options.seconds)
                 print(load.summary(), flush=True)
                 assert growth <= MAX_GROWTH_MIB, f"the run took {growth:.0f} MiB more"
                 save(rows_of(load, engine, suffix, growth), options)
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows in --results, and measure nothing")
     options = parser.parse_args()
     if options.quick:
-        options.concurrency, options.seconds = list(TARGETS), min(options.seconds, 6)
+        options.concurrency, options.seconds = list(TARGETS), min(options.seconds, 5)
     if options.plot:
         plot(options.results, options.plot)
     elif options.smoke:

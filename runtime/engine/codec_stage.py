@@ -10,6 +10,7 @@ from torch import Tensor
 from moss_runtime.engine.transport import Transport
 from moss_runtime.graphs.capture import BUCKETS
 from moss_runtime.graphs.codec_chunk import CodecChunk
+from moss_runtime.graphs.requests import FrameDelta
 from moss_runtime.model.codec import Codec
 from moss_runtime.observe import Lap, Range, annotate
 from moss_runtime.state.codec_slots import Lease
@@ -126,10 +127,14 @@ class CodecStage:
         """Give a codec slot back; calls under way finish first, since whoever leases it next is behind them."""
         self.chunk.slots.release(lease)
 
-    def wait_event(self, event: torch.cuda.Event | None) -> None:
-        """Order everything enqueued from now on behind an event of another stream."""
-        if self.stream is not None and event is not None:
-            self.stream.wait_event(event)
+    def receive(self, deltas: Sequence[FrameDelta]) -> None:
+        """Take frames, in order for each request."""
+        with torch.cuda.stream(self.stream):
+            for event in {delta.ready_event for delta in deltas}:
+                if self.stream is not None and event is not None:
+                    self.stream.wait_event(event)
+            for delta in deltas:
+                self.transport.send(delta)
 
     @torch.no_grad()
     def decode(self, pieces: Sequence[Piece], now: float) -> Call:

@@ -205,29 +205,32 @@ class Scheduler:
             deltas = self._runtime.step()
         except Exception as error:
             _log.exception("a step of the runtime failed")
-            self._end_lost(error)
+            if not self._end_lost(error):
+                raise  # whatever it was, it would come again
             return True
-        for event in {delta.ready_event for delta in deltas}:
-            self._stage.wait_event(event)
+        # Who was aborted may still be told of.
+        deltas = [delta for delta in deltas if delta.request_id in self.live]
+        self._stage.receive(deltas)
         for delta in deltas:
-            job = self.live.get(delta.request_id)
-            if job is None:  # it was aborted
-                continue
+            job = self.live[delta.request_id]
             if len(delta.codes) and not job.stream.known:
                 job.first_frame = time.perf_counter()
-            self._stage.transport.send(delta)
             job.stream.known += len(delta.codes)
             if delta.final:
                 job.stream.final, job.reason = True, delta.finish_reason
         return bool(deltas) or self._runtime.in_flight > in_flight
 
-    def _end_lost(self, error: Exception) -> None:
-        """End the requests that a failed step has aborted."""
-        for job in list(self.live.values()):
+    def _end_lost(self, error: Exception) -> bool:
+        """End the requests that a failed step has aborted; whether there are any."""
+        lost = []
+        for job in self.live.values():
             try:
                 self._runtime.pool.check(job.row)
             except StaleLeaseError:
-                self._end(job, "error", error)
+                lost.append(job)
+        for job in lost:
+            self._end(job, "error", error)
+        return bool(lost)
 
     def _feed_codec(self, now: float) -> bool:
         """Enqueue the codec calls that are due, and let those go that are through."""
