@@ -15,8 +15,16 @@ struct SharedMemory {
   RowMemory memory;
 };
 
+// A warp streams weights, another one activations. The sums of 32 and 64 columns need more registers than so many
+// threads can have: there two idle warps complete the streams' warpgroup, which hands registers over.
+template <int COLUMNS>
+constexpr bool kHandsOver = COLUMNS == 32 || COLUMNS == 64;
+template <int COLUMNS>
+constexpr int kThreads = kComputeThreads + (kHandsOver<COLUMNS> ? 128 : 64);
+
 template <class Dims, int COLUMNS, bool TABLE>
-__global__ void __launch_bounds__(kThreads, 1) local_frame_kernel(const __grid_constant__ Arguments arguments) {
+__global__ void __launch_bounds__(kThreads<COLUMNS>, 1)
+    local_frame_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) uint8_t dynamic_memory[];
   auto& shared = *reinterpret_cast<SharedMemory<Dims, COLUMNS>*>(dynamic_memory);
   using Ring = decltype(shared.rings);
@@ -26,10 +34,7 @@ __global__ void __launch_bounds__(kThreads, 1) local_frame_kernel(const __grid_c
   const bool has_table = params.qkv_table != nullptr;
   const Split split(params.batch, has_table);
   if (threadIdx.x == 0) init_rings(shared.rings);
-  if constexpr (Ring::kCluster > 1)
-    cluster_sync();
-  else
-    __syncthreads();
+  __syncthreads();
 
   const auto run = [&](auto& role) {
     if constexpr (TABLE)
@@ -39,24 +44,21 @@ __global__ void __launch_bounds__(kThreads, 1) local_frame_kernel(const __grid_c
   };
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const bool elected = (threadIdx.x & 31) == 0;
+  if constexpr (kHandsOver<COLUMNS>) {
+    if (warp < kComputeThreads / 32)
+      registers_grow<208>();
+    else
+      registers_shrink<72>();
+  }
   if (warp < kComputeThreads / 32) {
-    registers_grow<208>();
     Compute<Dims, Ring> role{{}, {counters}, split, shared.rings, shared.memory, arguments, params, workspace, {}};
     run(role);
     leave(counters);
-  } else {
-    registers_shrink<72>();
-    if (warp == kComputeThreads / 32 && elected)
-      stream_weights<Dims, TABLE>(shared.rings, static_cast<const bf16*>(params.packed), has_table);
-    if (warp == kComputeThreads / 32 + 1 && elected) {
-      ActivationStreamer<Dims, Ring> role{{}, {counters}, split, shared.rings, workspace, policy_evict_last(), {}};
-      run(role);
-    }
-  }
-  if constexpr (Ring::kCluster > 1) {
-    // No block leaves while its neighbour may still write to its shared memory.
-    __syncwarp();
-    cluster_sync();
+  } else if (warp == kComputeThreads / 32) {
+    if (elected) stream_weights<Dims, TABLE>(shared.rings, static_cast<const bf16*>(params.packed), has_table);
+  } else if (elected && (!kHandsOver<COLUMNS> || warp == kComputeThreads / 32 + 1)) {
+    ActivationStreamer<Dims, Ring> role{{}, {counters}, split, shared.rings, workspace, policy_evict_last(), {}};
+    run(role);
   }
 }
 
@@ -64,24 +66,20 @@ template <class Dims, int COLUMNS, bool TABLE>
 MossStatus launch_columns(const Arguments& arguments, int blocks) {
   auto* kernel = local_frame_kernel<Dims, COLUMNS, TABLE>;
   constexpr int kBytes = sizeof(SharedMemory<Dims, COLUMNS>);
-  constexpr int kCluster = decltype(SharedMemory<Dims, COLUMNS>::rings)::kCluster;
   static_assert(kBytes <= 232448);
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(kThreads<COLUMNS>);
   config.dynamicSmemBytes = kBytes;
   config.stream = static_cast<cudaStream_t>(arguments.params.stream);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kCluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = kCluster > 1 ? 2 : 1;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return check_cuda(cudaLaunchKernelEx(&config, kernel, arguments), kOp, "cudaLaunchKernelEx");
 }
 
@@ -99,14 +97,11 @@ MossStatus launch(const Arguments& arguments) {
                      multiprocessors, wanted);
   const int units = Dims::KeyValue::kUnits;
   const int limit = wanted ? wanted : multiprocessors;
+  const int blocks = limit < units ? limit : units;
   const int batch = arguments.params.batch;
-  // A launch in clusters has a whole number of them.
-  const int cluster = batch > kClusterColumns / 2 ? 2 : 1;
-  const int least = ((batch + kMaxRows - 1) / kMaxRows + cluster - 1) / cluster * cluster;
-  const int blocks = (limit < units ? limit : units) / cluster * cluster;
-  if (blocks < least)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `multiprocessors` must be at least %d for %d rows, got %d",
-                     kOp, least, batch, limit);
+  if (blocks * kMaxRows < batch)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `multiprocessors` must be at least batch / %d = %d, got %d",
+                     kOp, kMaxRows, (batch + kMaxRows - 1) / kMaxRows, blocks);
   if constexpr (TABLE) {
     return launch_columns<Dims, 64, true>(arguments, blocks);
   } else {

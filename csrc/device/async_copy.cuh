@@ -44,45 +44,6 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// The same into every block of the cluster that `mask` names, at the same place in its shared memory and with its own
-// barrier at the same place.
-__device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
-                                                    uint32_t barrier, uint64_t policy, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], "
-      "%2, [%3], %4, %5;" ::"r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier), "h"(mask), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Where `address` of this block's shared memory lies in that of block `rank` of the cluster.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
-  uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Makes initialised barriers known to the other blocks of the cluster; cluster_sync() must follow.
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// A barrier of all threads of the cluster; the lanes of a warp arrive together.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

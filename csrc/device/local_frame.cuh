@@ -60,11 +60,9 @@ constexpr int kMaxBatch = 128;
 constexpr int kMaxRows = 8;  // rows of one block: a launch has at least batch / 8 blocks
 constexpr int kCodebooks = 12;
 constexpr int kComputeThreads = 256;
-constexpr int kThreads = kComputeThreads + 128;  // a warp streams weights, another one activations; two idle
-constexpr int kStageBytes = 10240;               // at most, of a weight stage before scaling
-constexpr int kStageSteps = 5;                   // likewise its steps of 16
-constexpr int kClusterColumns = 32;              // from so many padded rows on, blocks work in pairs
-constexpr int kMaxParts = 4;                     // blocks that share the attention of one row
+constexpr int kStageBytes = 10240;  // at most, of a weight stage before scaling
+constexpr int kStageSteps = 5;      // likewise its steps of 16
+constexpr int kMaxParts = 4;        // blocks that share the attention of one row
 
 // Element offsets of the matrices in the packed weights.
 template <class Dims>

@@ -10,13 +10,10 @@
 namespace moss::local_frame {
 
 // Shared memory. COLUMNS: the batch, padded to 8, 16, 32, 64 or 128. SCALE: stages are so many times longer than a
-// product's kStageK16, which spreads the cost of a stage's barriers where the columns are few. Where they are many, so
-// that activations are most of what L2 has to deliver, two neighbouring blocks form a cluster: their units take the
-// same activations, and each block brings half of every stage into both.
+// product's kStageK16, which spreads the cost of a stage's barriers where the columns are few.
 template <int COLUMNS, int SCALE>
 struct Rings {
   static constexpr int kColumns = COLUMNS;
-  static constexpr int kCluster = COLUMNS >= kClusterColumns ? 2 : 1;
   static constexpr int kCapacity = kStageBytes * SCALE;
   static constexpr int kXCapacity = COLUMNS * kStageSteps * SCALE * 32;
   static constexpr int kXStages = COLUMNS >= 128 ? 3 : COLUMNS >= 32 ? 4 : 8;
@@ -66,10 +63,9 @@ __device__ __forceinline__ void init_rings(Ring& rings) {
   }
   for (int i = 0; i < Ring::kXStages; ++i) {
     barrier_init(shared_address(&rings.x_full[i]), 1);
-    barrier_init(shared_address(&rings.x_empty[i]), kWarps * Ring::kCluster);
+    barrier_init(shared_address(&rings.x_empty[i]), kWarps);
   }
   fence_async();
-  if (Ring::kCluster > 1) fence_barrier_init();
 }
 
 // The weight stages of this block in the order in which the frame (or, for a table, the chunk) consumes them.
@@ -150,20 +146,15 @@ __device__ __forceinline__ void stream_weights(Ring& rings, const bf16* packed, 
 template <class P, class Ring>
 __device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, const uint8_t* x, uint64_t policy) {
   using Stages = typename Ring::template Stages<P>;
-  constexpr int kBytes = Stages::kXBytes, kShare = kBytes / Ring::kCluster;
-  const uint32_t share = Ring::kCluster > 1 ? cluster_rank() * kShare : 0;
+  constexpr int kBytes = Stages::kXBytes;
   for (int unit = blockIdx.x; unit < P::kUnits; unit += gridDim.x) {
     const uint8_t* source = x + static_cast<int64_t>(unit / P::kGroups) * P::kK16 * Ring::kColumns * 32;
     for (int stage = 0; stage < Stages::kCount; ++stage) {
       barrier_wait(shared_address(&rings.x_empty[cursor.index]), cursor.parity ^ 1u);
       const uint32_t full = shared_address(&rings.x_full[cursor.index]);
       barrier_expect(full, kBytes);
-      const uint32_t destination = shared_address(rings.x[cursor.index]) + share;
-      const uint8_t* part = source + static_cast<int64_t>(stage) * kBytes + share;
-      if constexpr (Ring::kCluster > 1)
-        bulk_load_multicast(destination, part, kShare, full, policy, (1 << Ring::kCluster) - 1);
-      else
-        bulk_load(destination, part, kShare, full, policy);
+      bulk_load(shared_address(rings.x[cursor.index]), source + static_cast<int64_t>(stage) * kBytes, kBytes, full,
+                policy);
       cursor.advance(Ring::kXStages);
     }
   }
@@ -172,14 +163,6 @@ __device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, 
 struct Cursors {
   Cursor weights, x;
 };
-
-// Says that this warp has read a stage of activations.
-template <class Ring>
-__device__ __forceinline__ void release_x(Ring& rings, int index) {
-  const uint32_t barrier = shared_address(&rings.x_empty[index]);
-  barrier_arrive(barrier);
-  if constexpr (Ring::kCluster > 1) barrier_arrive_cluster(cluster_address(barrier, cluster_rank() ^ 1u));
-}
 
 // Multiplies one unit: tiles FIRST, FIRST + STEP, ... of 64 weight rows (the last may be short: its surplus rows read
 // whatever follows in shared memory and are never stored) with batch columns column .. column + TILE_COLUMNS - 1.
@@ -213,7 +196,7 @@ __device__ __forceinline__ void multiply(Ring& rings, Cursors& cursors, int colu
     }
     // All but the newest group are done: what they read may be overwritten.
     if (elected && last_x >= 0) {
-      release_x(rings, last_x);
+      barrier_arrive(shared_address(&rings.x_empty[last_x]));
       barrier_arrive(shared_address(&rings.weights_empty[last_weights]));
     }
     last_x = now_x.index;
@@ -221,7 +204,7 @@ __device__ __forceinline__ void multiply(Ring& rings, Cursors& cursors, int colu
   }
   if constexpr (TILES > 0) wgmma_wait<0>();
   if (elected) {
-    release_x(rings, last_x);
+    barrier_arrive(shared_address(&rings.x_empty[last_x]));
     barrier_arrive(shared_address(&rings.weights_empty[last_weights]));
   }
 }
@@ -239,7 +222,8 @@ __device__ __forceinline__ void multiply_unit(Ring& rings, Cursors& cursors, Sto
     multiply<P, Ring, kColumns, kCount, kFirst, kStep>(rings, cursors, column, sum);
     if constexpr (kCount > 0) {
 #pragma unroll
-      for (int t = 0; t < kCount; ++t) store(kFirst + t * kStep, sum[t], column);
+      for (int t = 0; t < kCount; ++t)
+        store(kFirst + t * kStep, sum[t], column);
     }
   };
   using std::integral_constant;

@@ -217,8 +217,8 @@ typedef struct LocalFrameDecodeParams {
   uint32_t abi_version;
   MossLocalModel model;
   int32_t batch;           /* B, 1 .. 128 */
-  int32_t multiprocessors; /* blocks of the launch, at least B / 8, above 16 rows rounded down to an even number; 0: as
-                              many as the products have units (128), or the device if fewer */
+  int32_t multiprocessors; /* blocks of the launch, at least B / 8; 0: as many as the products have units (128), or
+                              the device if fewer */
   int32_t pool_rows;       /* S+1 */
   int64_t audio_pad_id;    /* code of rows that do not continue */
   int64_t slot_id;         /* text id of a generated row */
@@ -354,9 +354,9 @@ MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 typedef struct CodecLinearParams {
   uint32_t struct_size;    /* sizeof(CodecLinearParams) */
   uint32_t abi_version;    /* MOSS_ABI_VERSION */
-  int32_t rows;            /* M, 0 .. 512 */
+  int32_t rows;            /* M, 0 .. 32 */
   int32_t outputs;         /* N, even */
-  int32_t inputs;          /* K, a multiple of 32; above 32 rows of 128, and above 3072 of 256, to some limit */
+  int32_t inputs;          /* K, a multiple of 32 */
   MossDtype x_dtype;       /* MOSS_BFLOAT16, or with a norm MOSS_FLOAT32 too */
   MossDtype out_dtype;     /* MOSS_BFLOAT16 or MOSS_FLOAT32 */
   int32_t gelu;            /* 1: GELU follows the product */
@@ -376,7 +376,7 @@ MOSS_API MossStatus moss_codec_linear(const CodecLinearParams* params);
 
 /* ---- ring_attention -------------------------------------------------------------------------------------------- */
 
-/* Attention of a chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
+/* Attention of a short chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
  * the keys max(0, p - window + 1) .. p. Queries and keys of the chunk are rotated here as by moss_ring_kv_write. The
  * rings hold the tokens before the chunk; with `write` its keys and values are stored after the attention, exactly as
  * moss_ring_kv_write does. All tensors are contiguous and bf16 where no dtype is given; rows with valid tokens name
@@ -385,13 +385,13 @@ typedef struct RingAttentionParams {
   uint32_t struct_size;  /* sizeof(RingAttentionParams) */
   uint32_t abi_version;  /* MOSS_ABI_VERSION */
   int32_t batch;         /* B, 0 .. 65535 */
-  int32_t tokens;        /* T, 0 .. 1048560 */
+  int32_t tokens;        /* T, 0 .. 32 */
   int32_t heads;         /* H, 1 .. 65535 */
   int32_t head_dim;      /* D, 64 */
   int32_t capacity;      /* C, >= 1 */
   int32_t window;        /* 1 .. C, the query itself included */
   int32_t ring_slots;    /* S+1 */
-  int32_t write;         /* 1: store the chunk in the rings; for at most 32 tokens */
+  int32_t write;         /* 1: store the chunk in the rings */
   float scale;           /* of the scores, times log2 e */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
