@@ -156,7 +156,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="time by stage and by kernel instead of rows")
     parser.add_argument("--variants", action="store_true", help="time of each linear by tile instead of rows")
     parser.add_argument("--rows", nargs="+", type=int, help="with --variants: these numbers of rows")
-    parser.add_argument("--chosen", action="store_true", help="with --variants: the tile in use and CUDA C++ alone")
     parser.add_argument(
         "--linears", nargs="+", help="with --variants: only these, by name and inputs, as in linear1:768"
     )
@@ -176,8 +175,7 @@ def main() -> None:
     bench = Bench(config, "cuda", shapes, torch.bfloat16)
     with switched(options), torch.no_grad():
         if options.variants:
-            tiles = {"tiles": ()} if options.chosen else {}
-            return codec_profile.print_tiles(bench.steps["runtime"], shapes, options.rows, options.linears, **tiles)
+            return codec_profile.print_tiles(bench.steps["runtime"], shapes, options.rows, options.linears)
         for (batch, frames), young in ((s, y) for s in shapes for y in ([False, True] if options.young else [False])):
             if options.profile:
                 bench.prepare(bench.steps["runtime"], frames)

@@ -143,13 +143,14 @@ def _write_case(case: RingCase, inputs: RingInputs) -> harness.Case:
 def print_configs() -> None:
     """Time of one layer by launch configuration of the Triton kernel, for chunks of 15 frames; nothing is checked."""
     configs = [
-        triton_kernel.Config(64, 64, 4, 3),
-        triton_kernel.Config(64, 64, 4, 2),
-        triton_kernel.Config(64, 128, 4, 2),
-        triton_kernel.Config(128, 64, 8, 3, max_registers=128),
-        triton_kernel.Config(128, 64, 8, 2, max_registers=128),
-        triton_kernel.Config(128, 64, 8, 3),
-        triton_kernel.Config(128, 128, 8, 2),
+        triton_kernel.Config(64, 64, 4, 3, 1),
+        triton_kernel.Config(64, 64, 4, 3, 2),
+        triton_kernel.Config(64, 64, 4, 2, 2),
+        triton_kernel.Config(64, 32, 4, 4, 2),
+        triton_kernel.Config(128, 64, 8, 3, 1),
+        triton_kernel.Config(128, 64, 8, 3, 2),
+        triton_kernel.Config(128, 64, 8, 3, 2, max_registers=128),
+        triton_kernel.Config(128, 32, 8, 4, 2),
     ]
     for batch, layers in ((64, 3), (1, LAYERS)):
         for stage, (rate, heads, capacity) in reversed(list(enumerate(CODEC_STAGES, 1))[2:]):

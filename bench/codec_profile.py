@@ -80,15 +80,11 @@ def print_profile(step: CodecChunk, batch: int, frames: int) -> None:
 
 
 def print_tiles(
-    step: CodecChunk,
-    shapes: Iterable[tuple[int, int]],
-    only_rows: list[int] | None,
-    only: list[str] | None,
-    tiles: tuple[Tile, ...] = _TILES,
+    step: CodecChunk, shapes: Iterable[tuple[int, int]], only_rows: list[int] | None, only: list[str] | None
 ) -> None:
     """Time of each linear by tile, the weights of all layers that share its shape in turn (so that they are cold).
 
-    `only`: names of linears with their number of inputs, as in `linear1:768`. `tiles`: beside the one in use.
+    `only`: names of linears with their number of inputs, as in `linear1:768`.
     """
     linears: dict[tuple[str, int, int], list[dict]] = defaultdict(list)
     rows: dict[int, set[int]] = defaultdict(set)
@@ -101,10 +97,10 @@ def print_tiles(
         for m in sorted(only_rows or rows[n if name in ("out_proj", "linear2") else k]):
             if not only or f"{name}:{k}" in only:
                 # Many rows evict the weights by themselves, and take their time.
-                _print_tiles_of(name, m, n, k, weights if m < 1000 else weights[:4], tiles)
+                _print_tiles_of(name, m, n, k, weights if m < 1000 else weights[:4])
 
 
-def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict], others: tuple[Tile, ...]) -> None:
+def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict]) -> None:
     normed, device = "norm_sums" in weights[0], weights[0]["weight"].device
     x = torch.randn(m, k, device=device).bfloat16()
     out = torch.randn(m, n, device=device).bfloat16()
@@ -129,7 +125,7 @@ def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict], othe
     def measured(implementation, **options) -> float:
         return 1e6 * replay_seconds(lambda: run(implementation, weights, **options)) / len(weights)
 
-    tiles = [tile for tile in dict.fromkeys((chosen, *others)) if tile.block_m < 2 * max(m, 9)]
+    tiles = [tile for tile in dict.fromkeys((chosen, *_TILES)) if tile.block_m < 2 * max(m, 9)]
     tiles = [tile for tile in tiles if tile.kind == "library" or tile.count(m, n) <= _MOST_TILES]
     with ThreadPoolExecutor(_COMPILING) as pool:
         tiles = [tile for tile, works in zip(tiles, pool.map(compiled, tiles), strict=True) if works]

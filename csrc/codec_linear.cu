@@ -1,28 +1,92 @@
-// moss_codec_linear: up to 32 rows, where the time is that of streaming the weights; more are in codec_linear_split.cu.
-// A block takes a few outputs; its warps share the inputs, and their partial sums are added at the end. All weights of a
-// thread's first batch are asked for before the kernel waits for the one ahead of it.
+// moss_codec_linear: for few rows, where the time is that of streaming the weights. A block takes a few outputs; its
+// warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
+// for before the kernel waits for the one ahead of it.
 #include "checks.h"
-#include "codec_linear_split.h"
-#include "device/codec_linear.cuh"
+#include "device/mma.cuh"
+#include "device/vector.cuh"
 #include "launch.h"
 
 namespace moss {
 namespace {
 
-using namespace codec_linear;
+using bf16 = __nv_bfloat16;
 
 constexpr char kOp[] = "codec_linear";
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kChunk = 32;     // inputs that a warp takes at once
 constexpr int kTile = 8;       // rows or columns of a tile of the product
-constexpr int kFewRows = 32, kMaxRows = 512;
+constexpr int kMaxRows = 32;
+constexpr float kNormEps = 1e-5f;
+
+// Sum and sum of squares of a row's inputs.
+struct Moments {
+  float sum, squares;
+
+  __device__ __forceinline__ void add(float2 x) {
+    sum += x.x + x.y;
+    squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
+  }
+};
+
+// Eight inputs of a row as they are stored.
+template <typename X>
+struct Inputs;
+
+template <>
+struct Inputs<bf16> {
+  uint4 words;
+
+  __device__ __forceinline__ void load(const bf16* x) { words = __ldcg(reinterpret_cast<const uint4*>(x)); }
+  __device__ __forceinline__ void clear() { words = {}; }
+  template <bool NORM>
+  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
+    if constexpr (!NORM) return words;
+    const uint32_t x[4] = {words.x, words.y, words.z, words.w};
+    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      moments.add(unpack_bf16(x[i]));
+      const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x[i]),
+                                             reinterpret_cast<const __nv_bfloat162&>(g[i]));
+      y[i] = reinterpret_cast<const uint32_t&>(product);
+    }
+    return {y[0], y[1], y[2], y[3]};
+  }
+};
+
+template <>
+struct Inputs<float> {
+  float4 low, high;
+
+  __device__ __forceinline__ void load(const float* x) {
+    low = __ldcg(reinterpret_cast<const float4*>(x));
+    high = __ldcg(reinterpret_cast<const float4*>(x) + 1);
+  }
+  __device__ __forceinline__ void clear() { low = high = {}; }
+  template <bool NORM>
+  __device__ __forceinline__ uint4 operand(const uint4& norm_weight, Moments& moments) const {
+    const float2 x[4] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
+    const uint32_t g[4] = {norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w};
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 scale = NORM ? unpack_bf16(g[i]) : float2{1.0f, 1.0f};
+      if constexpr (NORM) moments.add(x[i]);
+      y[i] = pack_bf16(x[i].x * scale.x, x[i].y * scale.y);
+    }
+    return {y[0], y[1], y[2], y[3]};
+  }
+};
+
+__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
 __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kernel(const CodecLinearParams params) {
   constexpr int kOutputs = COLUMNS * kTile;
   constexpr int kPairs = (ROWS + 1) / 2;             // 16 rows, as one product has
-  constexpr int kPitch = kOutputs + (COLUMNS == 2) * kTile;  // so that a warp's rows lie in different banks
+  constexpr int kPitch = kOutputs + (COLUMNS > 1) * kTile;  // so that a warp's rows lie in different banks
   // Chunks whose inputs a thread loads at once: as the weights leave room in registers.
   constexpr int kInFlight = BATCH <= 5 ? 12 : BATCH <= 12 ? 6 : 3;
   constexpr int kFit = kInFlight / ROWS > 0 ? kInFlight / ROWS : 1;
@@ -155,7 +219,10 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
         total.sum += moments_of[w][row].sum;
         total.squares += moments_of[w][row].squares;
       }
-      y = normalise(y, total, inputs, weight_sum, bias_sum);
+      const float mean = total.sum / inputs;
+      const float factor = rsqrtf(fmaxf(total.squares / inputs - mean * mean, 0.0f) + kNormEps);
+      y.x = (y.x - mean * weight_sum.x) * factor + bias_sum.x;
+      y.y = (y.y - mean * weight_sum.y) * factor + bias_sum.y;
     }
     if (params.gelu) y = {gelu(y.x), gelu(y.y)};
     if (params.scale) y = {fmaf(scale.x, y.x, residual[p].x), fmaf(scale.y, y.y, residual[p].y)};
@@ -167,18 +234,13 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   }
 }
 
-template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
-MossStatus launch_rows(const CodecLinearParams& params) {
-  const int outputs = COLUMNS * kTile;
-  return launch_kernel(kOp, codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X>, params,
-                       dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
-}
-
 template <int COLUMNS, int BATCH, bool NORM, typename X>
 MossStatus launch(const CodecLinearParams& params) {
-  if (params.rows <= 8) return launch_rows<1, COLUMNS, BATCH, NORM, X>(params);
-  if (params.rows <= 16) return launch_rows<2, COLUMNS, BATCH, NORM, X>(params);
-  return launch_rows<4, COLUMNS, BATCH, NORM, X>(params);
+  auto* kernel = params.rows <= 8    ? codec_linear_kernel<1, COLUMNS, BATCH, NORM, X>
+                 : params.rows <= 16 ? codec_linear_kernel<2, COLUMNS, BATCH, NORM, X>
+                                     : codec_linear_kernel<4, COLUMNS, BATCH, NORM, X>;
+  const int outputs = COLUMNS * kTile;
+  return launch_kernel(kOp, kernel, params, dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
 }
 
 // Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes.
@@ -186,12 +248,7 @@ MossStatus dispatch(const CodecLinearParams& params) {
   const int share = (params.inputs / kChunk + kWarps - 1) / kWarps;
   if (params.norm_weight) {
     const bool wide = params.x_dtype == MOSS_FLOAT32;
-    // Where blocks of 16 outputs would be more than the multiprocessors hold at once, 24 outputs. (More than 16 rows
-    // take the registers of a whole multiprocessor.)
-    if (share <= 3 && params.rows > 16)
-      return wide ? launch_rows<4, 3, 3, true, float>(params) : launch_rows<4, 3, 3, true, bf16>(params);
     if (share <= 3) return wide ? launch<2, 3, true, float>(params) : launch<2, 3, true, bf16>(params);
-    if (params.outputs > 4096 && params.rows <= 8 && !wide) return launch_rows<1, 3, 5, true, bf16>(params);
     return wide ? launch<2, 5, true, float>(params) : launch<2, 5, true, bf16>(params);
   }
   if (share <= 3) return params.outputs > 1536 ? launch<2, 3, false, bf16>(params) : launch<1, 3, false, bf16>(params);
@@ -231,11 +288,5 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   MossStatus status = check_params(kOp, params);
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
-  if (status != MOSS_OK) return status;
-  // A thread here holds so many weights of a long row that it would wait for the inputs of one row after the other.
-  const int few_rows = params->inputs >= 5120 ? 8 : params->inputs >= 3072 ? 16 : kFewRows;
-  const bool split = params->rows > few_rows;
-  if (split) status = codec_linear::launch_split(*params);
-  const bool refused = split && status == MOSS_ERROR_INVALID_ARGUMENT && params->rows <= kFewRows;
-  return split && !refused ? status : dispatch(*params);
+  return status == MOSS_OK ? dispatch(*params) : status;
 }

@@ -1,7 +1,6 @@
-// moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring; of longer
-// chunks the attention alone.
+// moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring.
 //
-// One block per head and batch row, of a long chunk for each 16 queries. Its warps share the keys, 16 at a time, and go straight from global memory to the
+// One block per head and batch row. Its warps share the keys, 16 at a time, and go straight from global memory to the
 // tensor cores: a thread loads 16 contiguous bytes of a key (see device/mma.cuh) or of a value. Their partial softmaxes
 // are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are written.
 #include "checks.h"
@@ -17,7 +16,7 @@ using bf16 = __nv_bfloat16;
 constexpr char kOp[] = "ring_attention";
 constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
 constexpr int kTileKeys = 16, kTileQueries = 16;
-constexpr int kShortTokens = 32, kMaxTokens = 65535 * kTileQueries;
+constexpr int kMaxTokens = 32;
 // Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 constexpr float kLowest = -3.0e38f;
 
@@ -60,18 +59,12 @@ struct Ring {
   }
 };
 
-// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread. With one half, rows g alone.
-template <int HALVES>
+// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
 struct Softmax {
-  float highest[HALVES];
-  float total[HALVES] = {};                    // of this thread's keys alone
-  float result[kPieces][2 * HALVES] = {};      // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
+  float highest[2] = {kLowest, kLowest};
+  float total[2] = {};               // of this thread's keys alone
+  float result[kPieces][4] = {};     // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
-  __device__ __forceinline__ Softmax() {
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-      highest[h] = kLowest;
-  }
   // Scores of a tile's keys, to be handed to `add`.
   static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
 #pragma unroll
@@ -84,7 +77,7 @@ struct Softmax {
   __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end, int window,
                                       float scale) {
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
+    for (int h = 0; h < 2; ++h) {
       float highest_now = highest[h];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -110,10 +103,10 @@ struct Softmax {
         total[h] += s;
       }
     }
-    uint32_t weights[4] = {};
+    uint32_t weights[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (i % 2 < HALVES) weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
+      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
     const uint32_t* values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -121,62 +114,25 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const unsigned select = j % 2 ? 0x7632 : 0x5410;
-      float sums[4] = {};
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; ++i)
-        sums[i] = result[j][i];
-      mma(sums, weights[0], weights[1], weights[2], weights[3],
+      mma(result[j], weights[0], weights[1], weights[2], weights[3],
           __byte_perm(values[0][j / 2], values[1][j / 2], select),
           __byte_perm(values[2][j / 2], values[3][j / 2], select));
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; ++i)
-        result[j][i] = sums[i];
     }
   }
 };
 
-// The chunk's own keys and values of one head as the linear left them: of keys from `first` on, before `end`.
-struct Own {
-  const bf16* keys;  // of token 0; the values lie `width` elements on
-  const float* angles;
-  int first, end, width;
-
-  __device__ __forceinline__ void load(KeyTile& tile, int index, int group, int quarter) const {
-    const int start = first + index * kTileKeys;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = start + value_key(i, quarter);
-      tile.value[i] = token < end ? __ldcg(reinterpret_cast<const uint4*>(keys + static_cast<int64_t>(token) * 3 * width +
-                                                                          width + 8 * group))
-                                  : uint4{};
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = start + i / 2 * 8 + group, dimension = i % 2 * 32 + 8 * quarter;
-      uint4 k = {};
-      if (token < end) {
-        using Piece = Vector<bf16, 8>;
-        k = __ldcg(reinterpret_cast<const uint4*>(keys + static_cast<int64_t>(token) * 3 * width + dimension));
-        reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles + token * kHeadDim + dimension);
-      }
-      tile.key[i / 2][i % 2] = k;
-    }
-  }
-};
-
-// Tokens of a chunk from `first` on, of one head, rotated, in shared memory.
+// The chunk of one head, rotated, in shared memory.
 template <int TOKENS>
 struct Chunk {
   uint4 query[TOKENS][kPieces], key[TOKENS][kPieces], value[TOKENS][kPieces];
 
-  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int first, int valid,
-                                       int threads) {
+  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, int threads) {
     const int width = params.heads * kHeadDim;
     for (int i = threadIdx.x; i < TOKENS * kPieces; i += threads) {
       const int token = i / kPieces, piece = i % kPieces;
       uint4 q = {}, k = {}, v = {};
-      if (first + token < valid) {
-        const int64_t place = row * params.tokens + first + token;
+      if (token < valid) {
+        const int64_t place = row * params.tokens + token;
         const bf16* source = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
         const float* angles = params.cos_sin + place * kHeadDim + 8 * piece;
         q = __ldcg(reinterpret_cast<const uint4*>(source));
@@ -198,10 +154,9 @@ struct Chunk {
       tile.value[i] = value[index * kTileKeys + value_key(i, quarter)][group];
     }
   }
-  template <int HALVES>
   __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
 #pragma unroll
-    for (int i = 0; i < 2 * HALVES; ++i)
+    for (int i = 0; i < 4; ++i)
       q[i / 2][i % 2] = query[index * kTileQueries + i / 2 * 8 + group][i % 2 * 4 + quarter];
   }
 };
@@ -219,20 +174,19 @@ __device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params,
   }
 }
 
-// QUERY_TILES: of 16 tokens, or with HALVES 1 of 8 tokens. BLOCKS: on a multiprocessor. LONG: the chunk has more tokens
-// than the block's queries; nothing is written to the ring.
-template <int QUERY_TILES, int HALVES, int WARPS, int BLOCKS, bool LONG>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
-  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries, kRows = 8 * HALVES;
+// QUERY_TILES: of 16 tokens.
+template <int QUERY_TILES, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_kernel(const RingAttentionParams params) {
+  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries;
   __shared__ Chunk<kTokens> chunk;
-  __shared__ float4 partial[WARPS][kRows][kHeadDim / 4];
+  __shared__ float4 partial[WARPS][kTileQueries][kHeadDim / 4];
   __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
-  if (params.dependent_launch && blockIdx.z == 0) prefetch_ring(params, row, head, kThreads);
+  if (params.dependent_launch) prefetch_ring(params, row, head, kThreads);
   cudaGridDependencySynchronize();
 
   const int64_t slot = params.slots[row];
@@ -241,60 +195,53 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const int64_t base = (slot * params.heads + head) * params.capacity * kHeadDim;
   bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
   bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
-  const int first = LONG ? blockIdx.z * kTokens : 0;  // query
-  const int seen = max(params.window - 1 - first, 0);
-  const int held = static_cast<int>(start < seen ? start : seen);
+  const int held = static_cast<int>(start < params.window - 1 ? start : params.window - 1);
   const int edge = static_cast<int>(start % params.capacity);
   const Ring ring = {ring_k, ring_v, -held, edge, params.capacity};
-  const int ring_tiles = first < valid ? (held + kTileKeys - 1) / kTileKeys : 0;
-  const int own_first = max(first - params.window + 1, 0), own_end = LONG ? min(first + kTokens, valid) : valid;
-  const int tiles = ring_tiles + (first < valid ? (own_end - own_first + kTileKeys - 1) / kTileKeys : 0);
+  const int ring_tiles = valid > 0 ? (held + kTileKeys - 1) / kTileKeys : 0;
+  const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
 
   KeyTile tile;
   if (warp < ring_tiles) {
     ring.load_keys(tile, warp, group, quarter);
     ring.load_values(tile, warp, group, quarter);
   }
-  chunk.load(params, row, head, first, valid, kThreads);
-  const int width = params.heads * kHeadDim;
-  const Own own_keys = {static_cast<const bf16*>(params.qkv) + row * params.tokens * 3 * width + width + head * kHeadDim,
-                        params.cos_sin + row * params.tokens * kHeadDim, own_first, own_end, width};
+  chunk.load(params, row, head, valid, kThreads);
   __syncthreads();
 
-  Softmax<HALVES> softmax[QUERY_TILES];
+  Softmax softmax[QUERY_TILES];
 #pragma unroll 1
   for (int index = warp; index < tiles; index += WARPS) {
     const bool own = index >= ring_tiles;
-    if (LONG && own) own_keys.load(tile, index - ring_tiles, group, quarter);
-    if (!LONG && own) chunk.tile(tile, index - ring_tiles, group, quarter);
-    const int key = own ? own_first + (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
+    if (own) chunk.tile(tile, index - ring_tiles, group, quarter);
+    const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
     float score[QUERY_TILES][2][4] = {};
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
-      uint4 q[2][2] = {};
-      chunk.template queries<HALVES>(q, i, group, quarter);
-      Softmax<HALVES>::multiply(score[i], tile, q);
+      uint4 q[2][2];
+      chunk.queries(q, i, group, quarter);
+      Softmax::multiply(score[i], tile, q);
     }
     // What follows hides the time of the next loads.
     const int next = index + WARPS;
     if (next < ring_tiles) ring.load_keys(tile, next, group, quarter);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i)
-      softmax[i].add(score[i], tile, first + i * kTileQueries + group, key + 2 * quarter, own ? own_end : 0,
-                     params.window, params.scale);
+      softmax[i].add(score[i], tile, i * kTileQueries + group, key + 2 * quarter, own ? valid : 0, params.window,
+                     params.scale);
     if (next < ring_tiles) ring.load_values(tile, next, group, quarter);
   }
 
 #pragma unroll
   for (int i = 0; i < QUERY_TILES; ++i) {
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
+    for (int h = 0; h < 2; ++h) {
       float& total = softmax[i].total[h];
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
       const int local = group + 8 * h, token = i * kTileQueries + local;
       if (quarter == 0) sums[warp][token] = {softmax[i].highest[h], total};
-      if (first + token < valid) {
+      if (token < valid) {
         const auto& result = softmax[i].result;
 #pragma unroll
         for (int d = 0; d < 4; ++d)
@@ -304,11 +251,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
       }
     }
     __syncthreads();
-    for (int item = threadIdx.x; item < kRows * kHeadDim / 4; item += kThreads) {
+    for (int item = threadIdx.x; item < kTileQueries * kHeadDim / 4; item += kThreads) {
       const int local = item / (kHeadDim / 4), part = item % (kHeadDim / 4), token = i * kTileQueries + local;
-      if (first + token >= params.tokens) break;
+      if (token >= params.tokens) break;
       float4 y = {};
-      if (first + token < valid) {
+      if (token < valid) {
         float highest = kLowest, total = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w)
@@ -323,14 +270,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
         const float factor = 1.0f / total;
         y = {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
       }
-      const int64_t place = (row * params.tokens + first + token) * params.heads + head;
+      const int64_t place = (row * params.tokens + token) * params.heads + head;
       *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + place * kHeadDim + 4 * part) = {
           pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
     }
     if (i + 1 < QUERY_TILES) __syncthreads();
   }
 
-  if (LONG || !params.write) return;
+  if (!params.write) return;
   // Of an oversized chunk the last tokens stay; the others would be written to the same places.
   const int oldest = valid > params.capacity ? valid - params.capacity : 0;
   for (int item = threadIdx.x + oldest * kPieces; item < valid * kPieces; item += kThreads) {
@@ -345,7 +292,6 @@ MossStatus check(const RingAttentionParams& params) {
   MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
   if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, kMaxTokens);
   if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
-  if (status == MOSS_OK) status = check_range(kOp, "write", params.write, 0, params.tokens <= kShortTokens);
   if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kHeadDim, kHeadDim);
   if (status == MOSS_OK) status = check_at_least(kOp, "capacity", params.capacity, 1);
   if (status == MOSS_OK) status = check_range(kOp, "window", params.window, 1, params.capacity);
@@ -374,11 +320,6 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
   const dim3 grid(params->heads, params->batch);
-  const dim3 tiles(params->heads, params->batch, (params->tokens + kTileQueries - 1) / kTileQueries);
-  if (params->tokens <= 8) return launch_kernel(kOp, ring_attention_kernel<1, 1, 8, 3, false>, *params, grid, dim3(256));
-  if (params->tokens <= 16)
-    return launch_kernel(kOp, ring_attention_kernel<1, 2, 8, 2, false>, *params, grid, dim3(256));
-  if (params->tokens <= kShortTokens)
-    return launch_kernel(kOp, ring_attention_kernel<2, 2, 6, 2, false>, *params, grid, dim3(192));
-  return launch_kernel(kOp, ring_attention_kernel<1, 2, 8, 2, true>, *params, tiles, dim3(256));
+  return params->tokens <= kTileQueries ? launch_kernel(kOp, ring_attention_kernel<1, 8>, *params, grid, dim3(256))
+                                        : launch_kernel(kOp, ring_attention_kernel<2, 4>, *params, grid, dim3(128));
 }

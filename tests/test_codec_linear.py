@@ -13,7 +13,6 @@ from moss_kernels.codec_linear import (
     codec_linear_reference,
     cuda_kernel,
     layer_norm_sums,
-    row_kernels,
     scratch_size,
     triton_kernel,
 )
@@ -184,24 +183,11 @@ def test_the_library_product_in_the_interpreter(kind):
     torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("single_rows", [0, 9])
-@pytest.mark.parametrize("k", [40, 600])
-def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
-    """A row at a time in registers, and several rows in parts."""
-    monkeypatch.setattr(row_kernels, "NORM_SINGLE_ROWS", single_rows)
-    x, weight, bias = torch.randn(9, k) * 2 + 1, torch.randn(k), torch.randn(k)
-    out = torch.full_like(x, torch.nan)
-    row_kernels.layer_norm(x, weight, bias, out)
-    torch.testing.assert_close(out, F.layer_norm(x, (k,), weight, bias), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
-        ("rows", 513, r"`rows` must be 0 \.\. 512, got 513"),
-        ("rows", 33, "there is no kernel for 33 `rows`, 6 `outputs` and 32 `inputs`"),
+        ("rows", 33, r"`rows` must be 0 \.\. 32, got 33"),
         ("inputs", 48, "`inputs` a multiple of 32, got 6 and 48"),
         ("x_dtype", 0, "`x_dtype` must be bfloat16, or float32 with a norm"),
         ("weight", None, "`weight` must not be null"),
@@ -241,20 +227,6 @@ def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), cuda_kernel.SPLIT_ROWS)
-@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
-def test_a_cluster_of_blocks_is_as_close_as_eager_modules(moss_library, kind, n, k, stream):
-    for m in (33, 64, 120, 129, 256, 480):
-        arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
-        if not cuda_kernel.takes(arguments["x"], arguments["weight"], arguments.get("norm_weight")):
-            continue
-        exact, eager = reference(arguments, torch.float64), reference(arguments)
-        cuda_kernel.codec_linear_cuda(*positional(arguments))
-        assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact), m
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", candidates(torch.bfloat16))
 def test_every_tile(kind, tile):
     """Uneven in every dimension."""
@@ -275,7 +247,7 @@ def test_fp32_on_the_gpu(kind, m, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 60, 480, 9000])
+@pytest.mark.parametrize("m", [1, 480, 9000])
 @pytest.mark.parametrize("dependent", [False, True])
 def test_replay_of_a_chain_equals_eager(m, dependent, monkeypatch):
     """Kernels that may start early still wait for the one before: an MLP on its own residual stream, many times."""

@@ -65,14 +65,14 @@ def test_triton_in_the_interpreter(capacity, window, in_ring):
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("tokens", "window"), [(3, 133), (32, 133), (40, 133), (60, 200), (150, 133), (300, 290)])
-def test_tiles_of_bf16_in_the_interpreter(monkeypatch, tokens, window):
+@pytest.mark.parametrize("tokens", [3, 32, 40, 150])
+def test_tiles_of_bf16_in_the_interpreter(monkeypatch, tokens):
     """The tile sizes that bfloat16 uses, on float32: the interpreter has no bfloat16 products."""
     config = triton_kernel._config
     monkeypatch.setattr(triton_kernel, "_config", lambda dtype, tokens: config(torch.bfloat16, tokens))
     rows = [(slot, min(valid, tokens), offset) for slot, valid, offset in ROWS] + [(3, tokens, 200)]
     for in_ring in (False, True):
-        inputs = make_inputs(rows, capacity=window + 7, window=window, tokens=tokens, in_ring=in_ring)
+        inputs = make_inputs(rows, capacity=140, window=133, tokens=tokens, in_ring=in_ring)
         require_exact(triton_kernel.ring_attention_triton, inputs, in_ring=in_ring)
 
 
@@ -107,7 +107,7 @@ def test_write_follows_the_attention(capacity):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 17, 30, 32, 40, 150])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 30, 32, 40])
 @pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33)])
 def test_short_chunks_on_the_gpu(moss_library, tokens, capacity, window):
     """Attention and write in one kernel up to 32 tokens, in two beyond; the same bits with and without the write."""
@@ -140,16 +140,13 @@ def test_bf16_errs_at_most_twice_as_much_as_the_reference(tokens, heads, window,
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [case for case in RING_CASES if case.batch == 64], ids=lambda case: case.name)
-def test_rows_do_not_depend_on_the_batch(moss_library, case, dtype):
-    """Within an implementation; which one takes a long chunk depends on the batch."""
+def test_rows_do_not_depend_on_the_batch(case, dtype):
     inputs = case.inputs("cuda", dtype)
-    for name in ("triton", "cuda") if dtype == torch.bfloat16 else ("triton",):
-        attention = implementation("ring_attention", name)
-        together = inputs.attend(attention)
-        for rows in (slice(0, 1), slice(17, 24), slice(63, 64)):
-            part = {name: getattr(inputs, name)[rows] for name in ("qkv", "cos_sin", "slots", "valid")}
-            alone = dataclasses.replace(inputs, **part).attend(attention)
-            require_equal("out", alone, together[rows])
+    together = inputs.attend(ring_attention)
+    for rows in (slice(0, 1), slice(17, 24), slice(63, 64)):
+        part = {name: getattr(inputs, name)[rows] for name in ("qkv", "cos_sin", "slots", "valid")}
+        alone = dataclasses.replace(inputs, **part).attend(ring_attention)
+        require_equal("out", alone, together[rows])
 
 
 @pytest.mark.gpu
@@ -195,8 +192,7 @@ def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
     floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
     inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
     out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
-    scratch = torch.zeros(out.numel(), device=device)
-    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write, scratch), strict=True))
+    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write), strict=True))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -244,8 +240,6 @@ def _wrong(name, error, message, value):
         _wrong("out", ValueError, r"\[B, T, H\*D\]", lambda x: x[:, 1:].contiguous()),
         _wrong("out", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
         _wrong("write", ValueError, "False for a chunk that is in the ring already", lambda x: True),
-        _wrong("scratch", ValueError, r"\[n\] with n >= 7680, got \(7679,\)", lambda x: x[1:]),
-        _wrong("scratch", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
     ],
 )
 def test_wrong_argument_is_named(name, error, message, value):
@@ -263,8 +257,7 @@ def test_wrong_argument_is_named(name, error, message, value):
     ("field", "value", "message"),
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
-        ("tokens", -1, r"`tokens` must be 0 \.\. 1048560, got -1"),
-        ("write", 2, r"`write` must be 0 \.\. 1, got 2"),
+        ("tokens", 33, r"`tokens` must be 0 \.\. 32, got 33"),
         ("head_dim", 32, r"`head_dim` must be 64 \.\. 64, got 32"),
         ("window", 5, r"`window` must be 1 \.\. 4, got 5"),
         ("offset", None, "`offset` must not be null"),

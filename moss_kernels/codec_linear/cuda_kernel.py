@@ -1,4 +1,4 @@
-"""`codec_linear` for up to 512 rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`codec_linear` for few rows in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 from functools import cache
@@ -8,19 +8,8 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-FEW_ROWS = 32
+MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
-# Most rows by [N, K] of the codec's weights, where it takes more than few.
-SPLIT_ROWS: dict[tuple[int, int], int] = {
-    (3840, 1280): 64,
-    (1280, 1280): 64,
-    (5120, 1280): 64,
-    (1280, 5120): 64,
-    (2304, 768): 512,
-    (768, 768): 256,
-    (3072, 768): 512,
-    (768, 3072): 256,
-}
 
 
 class CodecLinearParams(ctypes.Structure):
@@ -50,7 +39,7 @@ class CodecLinearParams(ctypes.Structure):
 def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None) -> bool:
     """Whether there is a kernel for these sizes and dtypes."""
     m, (n, k) = x.shape[0], weight.shape
-    fits = m <= SPLIT_ROWS.get((n, k), FEW_ROWS) and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
+    fits = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
     return fits and weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
 
 

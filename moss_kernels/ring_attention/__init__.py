@@ -1,7 +1,6 @@
 """`ring_attention`: windowed causal attention of a chunk over the ring of its slot, read in place, and over itself."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -23,8 +22,8 @@ __all__ = [
 _OP = "ring_attention"
 # Backends that take any chunk.
 _ANY_SIZE = ("triton", "reference")
-# Number of arguments that `ring_kv_write` has too, and of those that `write` and `scratch` follow.
-_SHARED, _REQUIRED = 7, 10
+# Arguments that `ring_kv_write` has too, and the place of `write`.
+_SHARED, _WRITE = 7, 10
 
 
 def check_ring_step(
@@ -73,7 +72,6 @@ def _check(
     chunk_in_ring: bool,
     out: torch.Tensor,
     write: bool = False,
-    scratch: torch.Tensor | None = None,
 ) -> None:
     sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset)
     if not 1 <= window <= sizes["C"]:
@@ -84,12 +82,6 @@ def _check(
     _checks.require_dtype(_OP, "out", out, qkv.dtype)
     _checks.require_device(_OP, "out", out, qkv.device)
     _checks.require_contiguous(_OP, "out", out)
-    if scratch is not None:
-        if scratch.dim() != 1 or scratch.numel() < out.numel():
-            raise ValueError(f"`{_OP}`: `scratch` must be [n] with n >= {out.numel()}, got {tuple(scratch.shape)}")
-        _checks.require_dtype(_OP, "scratch", scratch, qkv.dtype)
-        _checks.require_device(_OP, "scratch", scratch, qkv.device)
-        _checks.require_contiguous(_OP, "scratch", scratch)
 
 
 def _run_cpu(*arguments: object) -> None:
@@ -102,27 +94,25 @@ def _run_cuda(*arguments: object) -> None:
     qkv, ring_k, chunk_in_ring = arguments[0], arguments[2], arguments[8]
     backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, chunk_in_ring) else _ANY_SIZE
     backend = _library.backend_for(_OP, backends, qkv.device)
-    if backend == "cuda" and qkv.shape[1] <= cuda_kernel.SHORT_TOKENS:
-        return cuda_kernel.ring_attention_cuda(*arguments[: _REQUIRED + 1])
     if backend == "cuda":
-        return _attend_and_write(cuda_kernel.ring_attention_cuda, *arguments)
-    if backend == "reference":
-        return _attend_and_write(ring_attention_reference, *arguments)
-    from .triton_kernel import ring_attention_triton
-
-    scratch = arguments[_REQUIRED + 1] if len(arguments) > _REQUIRED + 1 else None
-    return _attend_and_write(partial(ring_attention_triton, scratch=scratch), *arguments)
+        return cuda_kernel.ring_attention_cuda(*arguments)
+    if backend == "triton":
+        from .triton_kernel import ring_attention_triton as implementation
+    else:
+        implementation = ring_attention_reference
+    return _attend_and_write(implementation, *arguments)
 
 
 def _attend_and_write(attention: Callable[..., None], *arguments: object) -> None:
-    attention(*arguments[:_REQUIRED])
-    if any(arguments[_REQUIRED : _REQUIRED + 1]):
-        torch.ops.moss.ring_kv_write(*arguments[:_SHARED])
+    *step, write = arguments if len(arguments) > _WRITE else (*arguments, False)
+    attention(*step)
+    if write:
+        torch.ops.moss.ring_kv_write(*step[:_SHARED])
 
 
 _library.OPS.define(
     "ring_attention(Tensor qkv, Tensor cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
-    "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False, Tensor(d!)? scratch=None) -> ()"
+    "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -141,7 +131,6 @@ def ring_attention(
     chunk_in_ring: bool,
     out: torch.Tensor,
     write: bool = False,
-    scratch: torch.Tensor | None = None,
 ) -> None:
     """Attention of one layer of the codec over a chunk of tokens of each row's stream.
 
@@ -153,8 +142,8 @@ def ring_attention(
     stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of
     `qkv` is read: the released streaming decoder, whose chunks evict keys that their own queries still need.
 
-    A row's result depends on the batch in its last bits at most. What the offset says was never written, or was
-    overwritten, may hold anything, NaN included, and so may tokens at or beyond `valid`.
+    A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
+    anything, NaN included, and so may tokens at or beyond `valid`.
 
     Args:
         qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.
@@ -171,8 +160,6 @@ def ring_attention(
             key (an oversized chunk, T > C, with `chunk_in_ring`).
         write: whether the chunk's keys and values are stored in the rings after the attention, as `ring_kv_write`
             does; not with `chunk_in_ring`.
-        scratch: [n], the dtype of `qkv`, n >= B*T*H*D: room for rotated keys, which a long chunk allocates without it.
-            What it holds afterwards is undefined.
 
     Raises:
         ValueError: A shape, range, layout or device is wrong; the message names the argument.
@@ -181,6 +168,4 @@ def ring_attention(
 
     Graph-safe: yes.
     """
-    torch.ops.moss.ring_attention(
-        qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write, scratch
-    )
+    torch.ops.moss.ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write)

@@ -1,4 +1,4 @@
-"""`ring_attention` of short chunks and of few rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`ring_attention` of short chunks in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 import math
@@ -9,10 +9,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-# Tokens of a chunk that one block takes, and writes into the ring.
-SHORT_TOKENS = 32
-# A longer chunk takes a block for each 16 tokens, which shares no keys with the others: up to so many blocks.
-LONG_TOKENS, LONG_BLOCKS = 16, 528
+MAX_TOKENS = 32
 HEAD_DIM = 64
 
 
@@ -46,10 +43,8 @@ class RingAttentionParams(ctypes.Structure):
 
 def takes(qkv: torch.Tensor, ring_k: torch.Tensor, chunk_in_ring: bool) -> bool:
     """Whether there is a kernel for these sizes and dtypes."""
-    batch, tokens = qkv.shape[:2]
-    heads, head_dim = ring_k.shape[1], ring_k.shape[3]
-    few = tokens <= SHORT_TOKENS or batch * heads * -(-tokens // LONG_TOKENS) <= LONG_BLOCKS
-    return few and head_dim == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
+    fits = qkv.shape[1] <= MAX_TOKENS and ring_k.shape[3] == HEAD_DIM
+    return fits and qkv.dtype == torch.bfloat16 and not chunk_in_ring
 
 
 @cache
@@ -73,7 +68,7 @@ def ring_attention_cuda(
     out: torch.Tensor,
     write: bool = False,
 ) -> None:
-    """See `moss_kernels.ring_attention`; for what `takes` allows. `write` is for at most SHORT_TOKENS tokens.
+    """See `moss_kernels.ring_attention`; for what `takes` allows.
 
     With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one could
     have written.

@@ -1,8 +1,7 @@
 """`ring_attention` in Triton: one program per (tile of queries, head, batch row), which loops over tiles of keys.
 
 Tokens are numbered relative to the chunk's first; negative ones came before. A program visits the keys in the union of
-its queries' windows, no others: first those that lie in the ring, then those of the chunk itself. The keys of a chunk
-of several tiles are rotated once, by a kernel of its own.
+its queries' windows, no others: first those that lie in the ring, then those of the chunk itself.
 """
 
 import dataclasses
@@ -15,8 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moss_kernels._launch import dependent_launch
 
 HEAD_DIMS = (16, 32, 64)
-# Tokens of a program that rotates keys.
-ROTATED_TOKENS = 64
 
 # The start of the running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 _LOWEST = tl.constexpr(-3.0e38)
@@ -61,35 +58,10 @@ def _prefetch_ring(ring_k_ptr, ring_v_ptr, slot_ptr, offset_ptr, head, slots, he
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def rotate_keys_kernel(
-    qkv_ptr,
-    cos_sin_ptr,
-    keys_ptr,
-    tokens,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    inside = (token < tokens)[:, None]
-    column = tl.program_id(1) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    WIDTH: tl.constexpr = HEADS * HEAD_DIM
-    k = tl.load(qkv_ptr + token[:, None] * (3 * WIDTH) + (WIDTH + column), mask=inside, other=0.0)
-    angles = tl.load(cos_sin_ptr + token[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask=inside, other=0.0)
-    tl.store(keys_ptr + token[:, None] * WIDTH + column, rotate_pairs(k, angles, BLOCK_TOKENS, HEAD_DIM), mask=inside)
-
-
 @triton.jit
-def _attend(q, k, v, masked, visible, result, total, highest, scale):
-    # One step of the online softmax, in base 2; `scale` includes log2 e. Most tiles are seen by all queries.
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if masked:
-        scores = tl.where(visible, scores, float("-inf"))
+def _attend(q, k, v, visible, result, total, highest, scale):
+    # One step of the online softmax, in base 2; `scale` includes log2 e.
+    scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_highest[:, None])
     kept = tl.exp2(highest - new_highest)
@@ -102,7 +74,6 @@ def _attend(q, k, v, masked, visible, result, total, highest, scale):
 def ring_attention_kernel(
     qkv_ptr,
     cos_sin_ptr,
-    keys_ptr,
     ring_k_ptr,
     ring_v_ptr,
     slots_ptr,
@@ -121,6 +92,7 @@ def ring_attention_kernel(
     BLOCK_KEYS: tl.constexpr,
     ONE_TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    OWN_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_QUERIES
@@ -165,14 +137,9 @@ def ring_attention_kernel(
     ring_base = (slot * HEADS + head) * capacity * HEAD_DIM
     earliest = (query - window)[:, None]
     earliest_held = edge - tl.minimum(start + edge, capacity).to(tl.int32)
-    ring_first = tl.maximum(lowest, earliest_held)
-    # From here on all queries see a key, as far as their windows go.
-    seen_from = first + BLOCK_QUERIES - window
-    # The tiles end with the ring, so that those that need a mask are at its other end.
-    ring_tiles = tl.cdiv(tl.maximum(ring_end - ring_first, 0), BLOCK_KEYS)
-    for key_start in tl.range(ring_end - ring_tiles * BLOCK_KEYS, ring_end, BLOCK_KEYS, num_stages=STAGES):
+    for key_start in tl.range(tl.maximum(lowest, earliest_held), ring_end, BLOCK_KEYS, num_stages=STAGES):
         key = key_start + tl.arange(0, BLOCK_KEYS)
-        inside = key >= ring_first
+        inside = key < ring_end
         position = edge_position + key - edge
         position = tl.where(position < 0, position + capacity, position)
         tile = (position * HEAD_DIM)[:, None] + dims[None, :]
@@ -180,29 +147,26 @@ def ring_attention_kernel(
         v = tl.load(ring_v_ptr + ring_base + tile, mask=inside[:, None], other=0.0)
         key = tl.where(inside, key, _NO_KEY)[None, :]
         visible = key > earliest
-        masked = key_start < tl.maximum(seen_from, ring_first)
         if CHUNK_IN_RING:
             visible &= key <= query[:, None]
-            masked |= key_start + BLOCK_KEYS > first + 1
-        result, total, highest = _attend(q, k, v, masked, visible, result, total, highest, scale)
+        result, total, highest = _attend(q, k, v, visible, result, total, highest, scale)
 
     if not CHUNK_IN_RING:
         if ONE_TILE:
             visible = (query[None, :] > earliest) & (query[None, :] <= query[:, None])
-            result, total, highest = _attend(q, own_k, own_v, True, visible, result, total, highest, scale)
+            result, total, highest = _attend(q, own_k, own_v, visible, result, total, highest, scale)
         else:
-            for key_start in tl.range(
-                tl.maximum(lowest, 0) // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS, num_stages=STAGES
-            ):
+            for key_start in tl.range(tl.maximum(lowest, 0), end, BLOCK_KEYS, num_stages=OWN_STAGES):
                 key = key_start + tl.arange(0, BLOCK_KEYS)
                 inside = (key < end)[:, None]
-                column = head * HEAD_DIM + dims[None, :]
                 token = (row * tokens + key)[:, None]
-                k = tl.load(keys_ptr + token * WIDTH + column, mask=inside, other=0.0)
-                v = tl.load(qkv_ptr + token * (3 * WIDTH) + (2 * WIDTH + column), mask=inside, other=0.0)
+                k_ptrs = qkv_ptr + token * (3 * WIDTH) + (WIDTH + head * HEAD_DIM) + dims[None, :]
+                k = tl.load(k_ptrs, mask=inside, other=0.0)
+                v = tl.load(k_ptrs + WIDTH, mask=inside, other=0.0)
+                angles = tl.load(cos_sin_ptr + token * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+                k = rotate_pairs(k, angles, BLOCK_KEYS, HEAD_DIM)
                 visible = (key[None, :] > earliest) & (key[None, :] <= query[:, None])
-                masked = (key_start < seen_from) | (key_start + BLOCK_KEYS > first + 1)
-                result, total, highest = _attend(q, k, v, masked, visible, result, total, highest, scale)
+                result, total, highest = _attend(q, k, v, visible, result, total, highest, scale)
 
     # A query that sees no key has a sum of zeros.
     result = tl.where(live, result / tl.where(total > 0, total, 1.0)[:, None], 0.0)
@@ -217,7 +181,8 @@ class Config:
     Attributes:
         queries, keys: of a tile.
         warps: of a program.
-        stages: of the loops over keys.
+        stages: of the loop over the ring.
+        own_stages: of the loop over the chunk's own keys, which are rotated on their way.
         max_registers: of a thread; None leaves it to the compiler.
     """
 
@@ -225,11 +190,8 @@ class Config:
     keys: int
     warps: int
     stages: int
+    own_stages: int = 1
     max_registers: int | None = None
-
-    def one_tile(self, tokens: int) -> bool:
-        """Whether a program holds the whole chunk's keys in registers and rotates them itself."""
-        return tokens <= min(self.queries, 64)
 
     @property
     def options(self) -> dict[str, int]:
@@ -245,10 +207,7 @@ def _config(dtype: torch.dtype, tokens: int) -> Config:
         return Config(queries=16, keys=128, warps=4, stages=3)
     if tokens <= 32:
         return Config(queries=32, keys=64, warps=4, stages=3)
-    if tokens <= 64:
-        return Config(queries=64, keys=64, warps=4, stages=3)
-    # Two programs on a multiprocessor: the products of one run during the softmax of the other.
-    return Config(queries=128, keys=64, warps=8, stages=3, max_registers=128)
+    return Config(queries=64, keys=64, warps=4, stages=3, own_stages=2)
 
 
 def require_head_dim(op: str, head_dim: int) -> None:
@@ -269,8 +228,6 @@ def ring_attention_triton(
     window: int,
     chunk_in_ring: bool,
     out: torch.Tensor,
-    *,
-    scratch: torch.Tensor | None = None,
 ) -> None:
     """Triton implementation of `moss_kernels.ring_attention`, which documents and checks the arguments.
 
@@ -284,14 +241,9 @@ def ring_attention_triton(
         return
     config = _config(qkv.dtype, tokens)
     dependent = dependent_launch(qkv.device, default=True)
-    keys = None
-    if not (chunk_in_ring or config.one_tile(tokens)):
-        keys = torch.empty_like(out) if scratch is None else scratch
-        _rotate_keys(qkv, cos_sin, keys, heads, head_dim, dependent)
     ring_attention_kernel[(triton.cdiv(tokens, config.queries), heads, batch)](
         qkv,
         cos_sin,
-        keys,
         ring_k,
         ring_v,
         slots,
@@ -308,49 +260,22 @@ def ring_attention_triton(
         CHUNK_IN_RING=chunk_in_ring,
         BLOCK_QUERIES=config.queries,
         BLOCK_KEYS=config.keys,
-        ONE_TILE=config.one_tile(tokens),
+        ONE_TILE=tokens <= config.queries,
         STAGES=config.stages,
+        OWN_STAGES=config.own_stages,
         DEPENDENT=dependent,
         launch_pdl=dependent,
         **config.options,
     )
 
 
-def _rotate_keys(
-    qkv: torch.Tensor, cos_sin: torch.Tensor, keys: torch.Tensor, heads: int, head_dim: int, dependent: bool
-) -> None:
-    """The chunk's keys, rotated: [B, T, H*D] at the front of `keys`."""
-    tokens = qkv.shape[0] * qkv.shape[1]
-    rotate_keys_kernel[(triton.cdiv(tokens, ROTATED_TOKENS), heads)](
-        qkv,
-        cos_sin,
-        keys,
-        tokens,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_TOKENS=ROTATED_TOKENS,
-        DEPENDENT=dependent,
-        **_rotate_options(dependent),
-    )
-
-
-def _rotate_options(dependent: bool) -> dict[str, object]:
-    # No contraction, so that a key has the bits that go into the ring.
-    return {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": dependent}
-
-
 def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, object]]]:
     """What to compile ahead of a launch: (kernel, signature, constexprs, options) of each variant in use."""
     specs = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        pointers = {"qkv_ptr": f"*{name}", "cos_sin_ptr": "*fp32", "keys_ptr": f"*{name}", "tokens": "i32"}
-        sizes = {"HEADS": 12, "HEAD_DIM": 64, "BLOCK_TOKENS": ROTATED_TOKENS, "DEPENDENT": True}
-        signature = pointers | dict.fromkeys(sizes, "constexpr")
-        specs.append((rotate_keys_kernel, signature, sizes, _rotate_options(True)))
         for tokens, chunk_in_ring in ((1, False), (32, False), (64, False), (480, False), (480, True)):
             config = _config(dtype, tokens)
-            signature = {"qkv_ptr": f"*{name}", "cos_sin_ptr": "*fp32", "keys_ptr": f"*{name}"}
-            signature |= {"ring_k_ptr": f"*{name}"}
+            signature = {"qkv_ptr": f"*{name}", "cos_sin_ptr": "*fp32", "ring_k_ptr": f"*{name}"}
             signature |= {"ring_v_ptr": f"*{name}", "slots_ptr": "*i32", "valid_ptr": "*i32", "offset_ptr": "*i64"}
             signature |= {"out_ptr": f"*{name}", "scale": "fp32"} | dict.fromkeys(_NOT_SPECIALIZED, "i32")
             constexprs = {
@@ -359,8 +284,9 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                 "CHUNK_IN_RING": chunk_in_ring,
                 "BLOCK_QUERIES": config.queries,
                 "BLOCK_KEYS": config.keys,
-                "ONE_TILE": config.one_tile(tokens),
+                "ONE_TILE": tokens <= config.queries,
                 "STAGES": config.stages,
+                "OWN_STAGES": config.own_stages,
                 "DEPENDENT": True,
             }
             signature |= dict.fromkeys(constexprs, "constexpr")

@@ -28,7 +28,7 @@ class ChunkBuffers:
         stage_valid: [stages, max_batch] int32. Valid tokens of each row at each stage's rate.
         stream: the residual stream of a stage.
         wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
-        scratch: what `codec_linear` and `ring_attention` ask for.
+        scratch: what `codec_linear` asks for.
         audio: [max_batch * channels * frames * samples_per_frame] float32.
     """
 
@@ -283,7 +283,7 @@ class CodecChunk:
         for index, layer in enumerate(stage.layers):
             step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
             codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
-            ring_attention(*step, config.context, False, attended, write=True, scratch=scratch)
+            ring_attention(*step, config.context, False, attended, write=True)
             codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
             codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)
