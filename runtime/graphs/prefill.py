@@ -97,7 +97,7 @@ class Prefill:
         self.flat: set[tuple[int, ...]] = set()
         shapes = [(b, length, 0) for b in self.rows for length in self.lengths if b * length <= self.max_tokens]
         columns = 1 + model.config.n_vq
-        size = max(b * (2 + (length + 1) * columns) for b, length, _ in shapes)
+        size = 2 * self.rows[-1] + max(b * (length + 1) * columns for b, length, _ in shapes)
         self._inputs = torch.zeros(size, dtype=torch.int64, device=model.device)
         options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("prefill", shapes, self.compute, **options)
@@ -107,9 +107,7 @@ class Prefill:
         if self.batch_invariant:
             self.compare_products()
         self._inputs.zero_()
-        for rows, length, _ in self.graphs.shapes:
-            self._inputs[:rows] = self.kv.rows
-            self._views(rows, length)
+        self._inputs[: self.rows[-1]] = self.kv.rows
         self.graphs.capture(progress)
 
     def next_pass(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -124,14 +122,14 @@ class Prefill:
         """One pass over pieces as `next_pass` gives them. On CUDA the current stream must be that of the graphs."""
         length, start = self._shape(pieces[0])
         rows = bucket_for(len(pieces), self.rows)
-        padding = rows - len(pieces)
         ids = torch.full((rows, length + 1, self._columns), self.model.config.audio_pad_token_id)
         ids[..., 0] = self.model.config.pad_token_id
         for padded, piece in zip(ids, pieces, strict=False):
             padded[: len(piece.ids)] = piece.ids
             padded[length] = piece.last
-        pool_rows = torch.tensor([piece.row for piece in pieces] + [self.kv.rows] * padding)
-        counts = torch.tensor([len(piece.ids) for piece in pieces] + [0] * padding)
+        unused = self.rows[-1] - len(pieces)
+        pool_rows = torch.tensor([piece.row for piece in pieces] + [self.kv.rows] * unused)
+        counts = torch.tensor([len(piece.ids) for piece in pieces] + [0] * unused)
         values = torch.cat((pool_rows, counts, ids.flatten()))
         if self._inputs.is_cuda:
             values = values.pin_memory()
@@ -146,9 +144,13 @@ class Prefill:
         return bucket_for(len(piece.ids), self.lengths), piece.start
 
     def _views(self, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pool rows [B], token counts [B] and ids [B, L + 1, 1+n_vq] of a pass in the static inputs."""
-        ids = self._inputs[2 * rows :][: rows * (length + 1) * self._columns]
-        return self._inputs[:rows], self._inputs[rows : 2 * rows], ids.view(rows, length + 1, self._columns)
+        """Pool rows [B], token counts [B] and ids [B, L + 1, 1+n_vq] of a pass in the static inputs.
+
+        Rows and counts lie at the same places for every shape, so that null rows without tokens serve all of them.
+        """
+        most = self.rows[-1]
+        ids = self._inputs[2 * most :][: rows * (length + 1) * self._columns]
+        return self._inputs[:rows], self._inputs[most : most + rows], ids.view(rows, length + 1, self._columns)
 
     def compute(self, rows: int, length: int, start: int) -> None:
         """The work of a pass: static inputs to pages and staging rows; this is what a graph holds."""
