@@ -7,6 +7,7 @@ import torch
 
 from moss_runtime.engine.config import EngineConfig
 from moss_runtime.engine.engine import Engine
+from moss_runtime.graphs.capture import free_memory
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.prompt import PromptBuilder
@@ -65,5 +66,4 @@ def fitted(
     options = {"rows": config.rows, "max_tokens": config.max_tokens, "max_frames": config.max_frames}
     options |= {"pages": config.pages, "chunks": config.chunk_lengths, "graphs": config.graphs}
     budget = MemoryBudget(model, codec, dtype=dtype, device=device, **options)
-    free, _ = torch.cuda.mem_get_info(device)
-    return dataclasses.replace(config, pages=budget.fit(free + torch.cuda.memory_reserved(device)))
+    return dataclasses.replace(config, pages=budget.fit(free_memory(device)))
