@@ -242,6 +242,20 @@ def test_a_bad_request_fails_alone(model, codec, requests, expected):
         assert_empty(engine)
 
 
+def test_a_prompt_may_change_after_submit(model, codec, requests, expected):
+    with make(model, codec, rows=1) as engine:
+        first = engine.submit(requests[0])
+        prompt = requests[2].prompt.clone()
+        second = engine.submit(dataclasses.replace(requests[2], prompt=prompt))
+        prompt.fill_(-7)
+        for handle, one in ((first, expected[0]), (second, expected[2])):
+            assert_result(handle, one)
+        huge = torch.zeros(1, 13, dtype=torch.int64).expand(10**9, 13)
+        assert isinstance(engine.submit(Request(prompt=huge)).result(20).error, PromptError)
+        with pytest.raises(TypeError, match="`request` must be a Request, got str"):
+            engine.submit("hello")
+
+
 def test_logits_that_are_not_finite_end_one_request(codec, requests, expected):
     model = make_model()
     broken = requests[0].prompt.clone()

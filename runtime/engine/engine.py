@@ -122,13 +122,16 @@ class Engine:
             EngineBusy: `max_waiting` requests wait already.
             EngineClosed: the engine drains or is closed.
             PromptError: the text cannot be made a prompt. Errors found later are the handle's.
+            TypeError: it is not a Request.
         """
+        if not isinstance(request, Request):
+            raise TypeError(f"Engine: `request` must be a Request, got {type(request).__name__}")
         handle = Handle(request, self._wake)
         job = Job(next(self._ids), request, handle)
         if request.text is not None and self._prompts is None:
             raise UserError("Engine: a request with `text` needs an engine with a PromptBuilder")
         if not request.references:
-            job.prompt = request.prompt if request.text is None else self._build(request, [])
+            job.prompt = self._own_prompt(request) if request.text is None else self._build(request, [])
             job.ready = handle.submitted
         with self._changed:
             self._refuse_if_full()
@@ -196,6 +199,12 @@ class Engine:
         if waiting >= self.config.max_waiting:
             self.stats.count("requests_refused", label="busy")
             raise EngineBusy(f"{waiting} requests wait already")
+
+    def _own_prompt(self, request: Request) -> Tensor:
+        """A copy of a finished prompt: what the caller changes after `submit` must not reach the device unchecked."""
+        prompt = request.prompt
+        # One that is too long will be refused, and may be too much to copy.
+        return prompt if len(prompt) > self.config.max_tokens else prompt.clone()
 
     def _build(self, request: Request, references: list[Tensor]) -> Tensor:
         return self._prompts.build(request.text, references=references, **request.fields)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moss_kernels import SamplingParams
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
 # Of a request's first audio, in order; they add up to `Result.first_audio`.
 FIRST_AUDIO_STAGES = ("reference", "queue", "prefill", "chunk", "codec", "output")
 
@@ -60,21 +59,44 @@ class Request:
             raise ValueError("Request: exactly one of `text` and `prompt` must be given")
         if self.prompt is not None and (self.references or self.fields):
             raise ValueError("Request: `references` and `fields` go with `text`, a `prompt` holds them already")
-        if self.prompt is not None and not isinstance(self.prompt, Tensor):
-            raise TypeError(f"Request: `prompt` must be a tensor, got {type(self.prompt).__name__}")
+        if self.text is not None and not isinstance(self.text, str):
+            raise TypeError(f"Request: `text` must be a str, got {type(self.text).__name__}")
+        if self.prompt is not None:
+            _check_prompt(self.prompt)
+        # A tensor would come apart into its rows.
+        if isinstance(self.references, Tensor) or not isinstance(self.references, Iterable):
+            raise TypeError(f"Request: `references` must be a list of clips, got {type(self.references).__name__}")
         object.__setattr__(self, "references", tuple(self.references))
         for clip in self.references:
             if not isinstance(clip, Tensor):
                 raise TypeError(f"Request: `references` must be tensors [channels, n], got {type(clip).__name__}")
+        if not isinstance(self.fields, Mapping):
+            raise TypeError(f"Request: `fields` must be a mapping, got {type(self.fields).__name__}")
+        taken = {"text", "references"} & self.fields.keys()
+        if taken:
+            raise ValueError(f"Request: `fields` must not hold what has a field of its own, got {sorted(taken)}")
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"Request: `params` must be a SamplingParams, got {type(self.params).__name__}")
         limit = self.max_frames
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise ValueError(f"Request: `max_frames` must be an integer of at least 1, got {limit!r}")
         if self.deadline_s is not None and not (
-            isinstance(self.deadline_s, (int, float)) and 0 < self.deadline_s < math.inf
+            isinstance(self.deadline_s, (int, float))
+            and not isinstance(self.deadline_s, bool)
+            and 0 < self.deadline_s < math.inf
         ):
             raise ValueError(f"Request: `deadline_s` must be a positive number of seconds, got {self.deadline_s!r}")
+
+
+def _check_prompt(prompt: Any) -> None:
+    """What the engine relies on before the model has looked at it; the dtype, the width and the ids are the model's."""
+    if not isinstance(prompt, Tensor):
+        raise TypeError(f"Request: `prompt` must be a tensor, got {type(prompt).__name__}")
+    if prompt.device.type != "cpu" or prompt.layout != torch.strided or prompt.is_nested:
+        kind = "nested" if prompt.is_nested else prompt.layout
+        raise ValueError(f"Request: `prompt` must be a dense tensor on the CPU, got {kind} on {prompt.device}")
+    if prompt.dim() != 2:
+        raise ValueError(f"Request: `prompt` must be [T, 1+n_vq], got {tuple(prompt.shape)}")
 
 
 @dataclasses.dataclass(frozen=True)
