@@ -5,6 +5,8 @@ Nothing here creates a CUDA context at import, and the shared library is opened 
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +126,20 @@ def requested_backend() -> str:
     if backend not in BACKENDS:
         raise ValueError(f"MOSS_BACKEND must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return backend
+
+
+@contextmanager
+def forced_backend(backend: str) -> Iterator[None]:
+    """Ops run this backend inside, whatever MOSS_BACKEND says: for checks that run all of them in one process."""
+    global requested_backend
+    kept = requested_backend
+    requested_backend = lambda: backend  # noqa: E731
+    backend_for.cache_clear()
+    try:
+        yield
+    finally:
+        requested_backend = kept
+        backend_for.cache_clear()
 
 
 @cache

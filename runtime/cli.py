@@ -16,6 +16,7 @@ COMMANDS = {
     "encode": "turn audio into codes",
     "decode": "turn codes into audio",
     "inspect": "show what a checkpoint holds, check it, and say how much memory it needs",
+    "verify": "run every operation and graph of a checkpoint against the reference on this machine",
     "bench-engine": "measure how many clients the engine serves, and how fast",
     "init-demo": "write a small checkpoint with random weights, to try the program",
 }
@@ -38,13 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: default is the process's own.
 
     Returns:
-        Exit code: 0, or 2 after one line on standard error that says what is wrong with the input, or 130 after an
-        interrupt. A request to terminate cleans up, too, and exits with 128 + its number.
+        Exit code: 0, or 1 after a `verify` that found a fault, or 2 after one line on standard error that says what is
+        wrong with the input, or 130 after an interrupt. A request to terminate cleans up, too, and exits with 128 + its
+        number.
     """
     try:
         with _termination_as_exit():
             args = _parser().parse_args(arguments)
-            args.run(args)
+            code = args.run(args)
             if sys.stdout is not None:  # None: it was closed before the program began
                 sys.stdout.flush()
     except UserError as error:
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return code or 0
 
 
 def _parser() -> Parser:

@@ -1,0 +1,201 @@
+"""`moss-tts verify`: the demo checkpoint passes, and whatever computes something else is named."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+
+import pytest
+import torch
+
+from moss_kernels import _library, silu_gate
+from moss_runtime.cli import main
+from moss_runtime.demo_checkpoint import write_demo_checkpoint
+from moss_runtime.verify import Result, Results, ops
+from moss_runtime.verify.results import compare
+
+ALL_OPS = {name.removeprefix("moss::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("moss::")}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("verify") / "demo"
+    write_demo_checkpoint(directory)
+    return str(directory)
+
+
+def verified(demo, capsys, *options: str, frames: int = 3) -> tuple[int, str, list[str]]:
+    """Exit code, output, and what is said to have failed."""
+    code = main(["verify", "--model", demo, "--device", "cpu", "--frames", str(frames), *options])
+    output = capsys.readouterr().out
+    *_, last = output.splitlines()
+    return code, output, [] if last.endswith("all passed") else last.split("FAILED: ")[1].split(", ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_checkpoint_passes(demo, capsys, dtype):
+    code, output, failed = verified(demo, capsys, "--dtype", dtype, frames=6)
+    assert (code, failed) == (0, [])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    table = {(row[0], row[1]): row for row in rows}
+    assert len(ALL_OPS) >= 15
+    # In bfloat16 the codes of the model may differ.
+    stages = {"backbone", "streamed audio", "frames"} if dtype == "float32" else {"backbone", "streamed audio"}
+    assert {name for name, _ in table} == ALL_OPS | stages
+    assert all(row[-1].startswith("ok") and int(row[2]) > 0 for row in rows)
+    assert int(table["sample_codebook", "reference"][5]) > 12 * 6 * 3
+    assert " dB to float32 offline, at least " in table["streamed audio", "eager"][-1]
+
+
+def flipped(compute, output):
+    """An implementation whose last argument gets the wrong sign."""
+
+    def wrong(*arguments, **options):
+        compute(*arguments, **options)
+        arguments[output].neg_()
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "output", "failed"),
+    [
+        # An op calls something else than its reference.
+        ("moss_kernels.rms_norm", "add_rms_norm_reference", -1, "rms_norm (reference)"),
+        ("moss_kernels.silu_gate", "silu_gate_reference", -1, "silu_gate (reference)"),
+        ("moss_kernels.paged_attention", "paged_attention_reference", 5, "paged_attention (reference)"),
+        ("moss_kernels.ring_kv_write", "ring_kv_write_reference", 3, "ring_kv_write (reference)"),
+        # All ops are right, and what is made of them is not.
+        ("moss_runtime.graphs.backbone_step", "rms_norm", 0, "backbone (eager)"),
+        ("moss_runtime.graphs.codec_chunk", "dequantize_codes", -1, "streamed audio (eager)"),
+    ],
+)
+def test_a_flipped_sign_fails(demo, capsys, monkeypatch, module, name, output, failed):
+    # Packages of ops are shadowed by the functions of their names.
+    place = sys.modules[module]
+    monkeypatch.setattr(place, name, flipped(getattr(place, name), output))
+    code, _, found = verified(demo, capsys)
+    assert code == 1 and failed in found
+
+
+def test_draws_that_differ_fail(demo, capsys, monkeypatch):
+    place = sys.modules["moss_kernels.sample_codebook"]
+    draw = place.sample_codebook_reference
+
+    def wrong(*arguments):
+        draw(*arguments)
+        arguments[13][:1] ^= 1  # the first row's code
+
+    monkeypatch.setattr(place, "sample_codebook_reference", wrong)
+    code, output, failed = verified(demo, capsys)
+    assert code == 1 and "sample_codebook (reference)" in failed
+    (row,) = (line for line in output.splitlines() if "│ sample_codebook " in line)
+    compared, equal = (int(cell) for cell in row.split("│")[6:8])
+    assert 0 < equal < compared
+
+
+def test_streams_of_a_wrong_length_fail(demo, capsys, monkeypatch):
+    from moss_runtime.verify import checks
+
+    speak = checks._speak
+
+    def shortened(runtime, prompts):
+        spoken = speak(runtime, prompts)
+        return dataclasses.replace(spoken, audio=[spoken.audio[0][:, :-1], *spoken.audio[1:]])
+
+    monkeypatch.setattr(checks, "_speak", shortened)
+    code, output, failed = verified(demo, capsys)
+    assert (code, failed) == (1, ["streamed audio (eager)"]) and " samples, not " in output
+
+
+def gate_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 8), torch.empty(3, 4)
+
+
+def test_every_implementation_that_works_is_compared(monkeypatch):
+    @contextlib.contextmanager
+    def missing():
+        raise NotImplementedError
+        yield
+
+    @contextlib.contextmanager
+    def broken():
+        raise RuntimeError("no such instruction")
+        yield
+
+    contexts = [("cuda", missing()), ("triton", broken()), ("reference", contextlib.nullcontext())]
+    monkeypatch.setattr(ops, "_implementations", lambda device: contexts)
+    results = Results()
+    with ops.OpCheck(results):
+        silu_gate(*gate_inputs())
+    found = {result.implementation: result for result in results}
+    assert list(found) == ["triton", "reference"] and found["reference"].passed
+    assert found["triton"].failure == "RuntimeError: no such instruction" and not results.passed
+
+
+def test_a_call_is_compared_once_and_leaves_its_arguments_alone():
+    results, (gate_up, out) = Results(), gate_inputs()
+    with ops.OpCheck(results):
+        for _ in range(2):
+            silu_gate(gate_up, out)
+        silu_gate(gate_up.clone(), out)
+    (result,) = results
+    assert result.cases == 2
+    expected = torch.empty_like(out)
+    silu_gate(gate_up, expected)
+    assert torch.equal(out, expected)
+
+
+def test_forced_backend_holds_for_a_while():
+    requested, device = _library.requested_backend(), torch.device("cpu")
+    with _library.forced_backend("reference"):
+        assert _library.requested_backend() == "reference"
+        assert _library.backend_for("silu_gate", ("triton", "reference"), device) == "reference"
+        with _library.forced_backend("triton"), pytest.raises(NotImplementedError, match="MOSS_BACKEND=triton"):
+            _library.backend_for("silu_gate", ("triton", "reference"), device)
+    assert _library.requested_backend() == requested
+
+
+def test_results():
+    good, bad = Result("op", "cuda", 1.0, 2.0, 3, 3), Result("op", "cuda", 0.5, 0.1, 5, 5)
+    results = Results()
+    assert not results.passed  # nothing was compared
+    results.add(good)
+    assert results.passed
+    results.add(bad)
+    (both,) = results
+    assert (both.error, both.bound, both.codes, both.equal, both.cases) == (0.5, 0.1, 8, 8, 2) and not both.passed
+    assert not Result("op", "cuda", codes=3, equal=2).passed
+    assert not Result("op", "cuda", error=math.nan, bound=1.0).passed
+    assert not good.merged(Result("op", "cuda", failure="broke")).passed
+
+
+def test_bound_is_twice_the_error_of_eager():
+    exact = torch.tensor([1.0, -2.0, math.nan], dtype=torch.float64)
+    eager = exact.float() + 0.25
+    numbers = compare(exact.float() - 0.5, exact, eager, torch.float32)
+    assert numbers["error"] == 0.5 and numbers["bound"] == pytest.approx(0.5, rel=1e-4)
+    assert compare(torch.tensor([1.0, -2.0, 0.0]), exact, eager, torch.float32)["error"] == math.inf
+    assert compare(torch.tensor([1.0, math.nan, math.nan]), exact, eager, torch.float32)["error"] == math.inf
+    empty = torch.empty(0)
+    assert compare(empty, empty.double(), empty, torch.float32) == {"error": 0.0, "bound": 0.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_all_kernels_of_a_gpu_pass(size, capsys):
+    from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
+    from moss_runtime.verify import verify
+
+    layers = 2 if size == "full" else None
+    model = random_model(size, device="cuda", dtype=torch.bfloat16, layers=layers)
+    codec = random_codec(codec_config(size), device="cuda", dtype=torch.bfloat16)
+    results = verify(model, codec, random_prompts(model, [20, 33, 40]))
+    failed = [dataclasses.astuple(result) for result in results if not result.passed]
+    assert results.passed, failed
+    assert {(result.name, result.implementation) for result in results} >= {
+        ("sample_codebook", "triton"),
+        ("rms_norm", "triton"),
+        ("frames", "graph"),
+        ("streamed audio", "graph"),
+    }
