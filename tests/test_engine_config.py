@@ -39,17 +39,19 @@ def test_the_default_is_the_balanced_mode():
     ("changes", "message"),
     [
         ({"rows": 129}, "`rows` must be at most 128, got 129"),
-        ({"rows": 0}, "`rows` must be a positive integer, got 0"),
-        ({"rows": True}, "`rows` must be a positive integer, got True"),
+        ({"rows": 0}, "`rows` must be a positive integer below 2^31, got 0"),
+        ({"rows": True}, "`rows` must be a positive integer below 2^31, got True"),
+        ({"max_waiting": 2**31}, "`max_waiting` must be a positive integer below 2^31, got 2147483648"),
+        ({"codec_calls": 17}, "`codec_calls` must be at most 16, got 17"),
         ({"max_frames": 2.5}, "`max_frames` must be a positive integer"),
-        ({"chunk_wait_ms": -1}, "`chunk_wait_ms` must be a number that is not negative, got -1"),
+        ({"chunk_wait_ms": -1}, "`chunk_wait_ms` must be a number in 0..2^31-1, got -1"),
         ({"chunk_wait_ms": float("nan")}, "`chunk_wait_ms` must be a number"),
         ({"join_fraction": 1.5}, "`join_fraction` must be at most 1"),
         ({"stream": "yes"}, "`stream` must be a bool"),
         ({"slot_policy": "hope"}, "`slot_policy` must be one of queue, offline, reject, got 'hope'"),
         ({"pcm": "int8"}, "`pcm` must be one of float32, int16"),
         ({"chunk_ramp": []}, "`chunk_ramp` must be a list of frame counts"),
-        ({"chunk_ramp": [1, 0]}, "`chunk_ramp` must be a positive integer, got 0"),
+        ({"chunk_ramp": [1, 0]}, "`chunk_ramp[1]` must be a positive integer below 2^31, got 0"),
         ({"chunk_ramp": [4, 2]}, "`chunk_ramp` must not decrease"),
         ({"largest_chunk": 4}, "`largest_chunk` must be at least the last size of `chunk_ramp`, 8, got 4"),
         ({"chunk_ramp": [8], "max_frames": 8}, "`stream` needs a first chunk below `max_frames`, 8"),
@@ -79,9 +81,17 @@ def test_settings_from_a_file(tmp_path):
         EngineConfig.from_toml(path)
     with pytest.raises(UserError, match="cannot be read"):
         EngineConfig.from_toml(tmp_path / "missing.toml")
-    path.write_text('mode = "loud"')
-    with pytest.raises(UserError, match=r"`mode` must be one of offline-fast, .* got 'loud'"):
+    path.write_text("a = " + "[" * 5000)
+    with pytest.raises(UserError, match="not TOML"):
         EngineConfig.from_toml(path)
+    for mode in ('"loud"', '["loud"]', "5"):
+        path.write_text(f"mode = {mode}")
+        with pytest.raises(UserError, match=r"`mode` must be one of offline-fast, .* got .?.?(loud|5)"):
+            EngineConfig.from_toml(path)
+
+
+def test_no_codec_call_is_prepared_for_more_frames_than_a_request_has():
+    assert EngineConfig(max_frames=6).chunk_lengths == (1, 2, 4, 6)
 
 
 @pytest.mark.parametrize(

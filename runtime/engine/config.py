@@ -15,6 +15,8 @@ SLOT_POLICIES = ("queue", "offline", "reject")
 PCM = ("float32", "int16")
 # Largest sensible value of a count or a number of milliseconds: what is beyond is a mistake.
 _MOST = 2**31 - 1
+# Each call under way has a staging buffer.
+_MOST_CALLS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,8 @@ class EngineConfig:
         chunk_lead_ms: how long before the client's audio ends the next chunk is due at the codec.
         final_wait_ms: as `chunk_wait_ms`, of a request's last chunk, which keeps its row busy.
         join_fraction: part of a codec call's frames that a stream must have to join a call made for others.
-        codec_calls: codec calls that may be enqueued, or on their way to the host, at a time. Only calls for first
-            chunks are enqueued behind another one.
+        codec_calls: codec calls that may be enqueued, or on their way to the host, at a time, at most 16. Only calls for
+            first chunks are enqueued behind another one.
         overlap: frames and codec calls run at the same time, frames first; False: one after the other.
         max_pending_frames: frames of one request that may wait for the codec; at the limit its row pauses.
         max_pending_total: frames that may wait for the codec in all; at the limit rows pause and nobody is admitted.
@@ -96,7 +98,13 @@ class EngineConfig:
         object.__setattr__(self, "chunk_ramp", _sizes(self.chunk_ramp))
         for field in dataclasses.fields(self):
             _check(field.name, field.type, getattr(self, field.name))
-        for name, most in (("rows", BUCKETS[-1]), ("prefill_batch", PREFILL_ROWS[-1]), ("join_fraction", 1)):
+        limits = {
+            "rows": BUCKETS[-1],
+            "prefill_batch": PREFILL_ROWS[-1],
+            "codec_calls": _MOST_CALLS,
+            "join_fraction": 1,
+        }
+        for name, most in limits.items():
             if getattr(self, name) > most:
                 raise UserError(f"engine: `{name}` must be at most {most}, got {getattr(self, name)}")
         for name, choices in (("slot_policy", SLOT_POLICIES), ("pcm", PCM)):
@@ -169,8 +177,8 @@ class EngineConfig:
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Lengths of codec calls, padding included."""
-        return tuple(sorted({*self.chunk_ramp, self.largest_chunk}))
+        """Lengths of codec calls, padding included; no request has more than `max_frames`."""
+        return tuple(sorted({min(size, self.max_frames) for size in (*self.chunk_ramp, self.largest_chunk)}))
 
     @property
     def unlearnt_frames(self) -> int:
@@ -185,7 +193,7 @@ class EngineConfig:
             UserError: there is no such mode or field, or the values contradict each other.
         """
         modes = _read(_MODES)
-        if mode not in modes:
+        if not isinstance(mode, str) or mode not in modes:
             raise UserError(f"engine: `mode` must be one of {', '.join(modes)}, got {mode!r}")
         return cls._from({"mode": mode} | modes[mode] | overrides)
 
@@ -212,15 +220,15 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not TOML ({error})") from None
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(f"engine: `chunk_ramp` must be a list of frame counts, got {value!r}")
-    for size in value:
-        _check("chunk_ramp", int, size)
+    for index, size in enumerate(value):
+        _check(f"chunk_ramp[{index}]", int, size)
     return tuple(value)
 
 
@@ -234,7 +242,7 @@ def _check(name: str, kind: Any, value: Any) -> None:
         numbers = (int,) if kind is int else (int, float)
         least = 1 if kind is int else 0
         if isinstance(value, bool) or not isinstance(value, numbers) or not least <= value <= _MOST:
-            expected = "a positive integer" if kind is int else "a number that is not negative"
+            expected = "a positive integer below 2^31" if kind is int else "a number in 0..2^31-1"
             raise UserError(f"engine: `{name}` must be {expected}, got {value!r}")
     elif kind in (bool, str) and not isinstance(value, kind):
         raise UserError(f"engine: `{name}` must be a {kind.__name__}, got {value!r}")
