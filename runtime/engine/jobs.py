@@ -26,6 +26,7 @@ class Job:
         failure: why it must end, found by another thread.
         row: its row of the decode pool.
         slot: its codec slot.
+        found_no_slot: it was its turn when all codec slots were taken.
         pages: KV pages promised to it.
         seed: in force.
         reason: finish reason, once the last frame is known.
@@ -44,6 +45,7 @@ class Job:
     failure: Exception | None = None
     row: RowLease | None = None
     slot: Lease | None = None
+    found_no_slot: bool = False
     pages: int = 0
     seed: int | None = None
     reason: str | None = None

@@ -70,9 +70,12 @@ class Scheduler:
         return min(times, default=None)
 
     def end_all(self, reason: str, error: Exception | None = None) -> None:
-        """End every request."""
+        """End every request, even if the device takes no orders any more."""
         for job in list(self._jobs()):
-            self._end(job, reason, error)
+            try:
+                self._end(job, reason, error)
+            except Exception:
+                _log.exception("what request %d holds could not be given back", job.id)
 
     def _jobs(self) -> Iterator[Job]:
         yield from self.waiting
@@ -95,10 +98,12 @@ class Scheduler:
 
     def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
         """Give everything back that a request holds, whatever it was doing, and tell its caller."""
-        if job.row is not None:
-            with contextlib.suppress(StaleLeaseError):  # a launch that failed has ended it
-                self._runtime.abort(job.row, self._stage.event if job.stream.taken else None)
-        self._leave(job, reason, error)
+        try:
+            if job.row is not None:
+                with contextlib.suppress(StaleLeaseError):  # a launch that failed has ended it
+                    self._runtime.abort(job.row, self._stage.event if job.stream.taken else None)
+        finally:
+            self._leave(job, reason, error)
 
     def _leave(self, job: Job, reason: str, error: Exception | None) -> None:
         """After the row: codec slot, frames on their way, pages promised."""
@@ -145,7 +150,9 @@ class Scheduler:
         if self._pages + pages > kv.pages:
             return False
         if not self._stage.chunk.slots.free:
-            self._stats.count("slots_exhausted", label=config.slot_policy)
+            if not job.found_no_slot:
+                self._stats.count("slots_exhausted", label=config.slot_policy)
+            job.found_no_slot = True
             if config.slot_policy == "queue":
                 return False
             if config.slot_policy == "reject":
