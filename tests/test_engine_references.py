@@ -100,6 +100,16 @@ def test_all_who_ask_meanwhile_wait_for_one_encoding(make, encode):
     assert answers[1].tolist() == [[7]] * 4
 
 
+def test_who_cancels_harms_nobody(make, encode):
+    cache = make()
+    encode.gate.clear()
+    gone, kept = cache.get(clip(7)), cache.get(clip(7))
+    assert gone.cancel()
+    encode.gate.set()
+    assert kept.result(5).tolist() == [[7]] * 4
+    assert cache.get(clip(8)).result(5).tolist() == [[8]] * 4
+
+
 def test_clips_that_come_together_are_encoded_together(make, encode):
     cache = make(wait_s=5)
     wait([cache.get(clip(value)) for value in range(4)], 4)

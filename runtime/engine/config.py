@@ -46,8 +46,8 @@ class EngineConfig:
         chunk_lead_ms: how long before the client's audio ends the next chunk is due at the codec.
         final_wait_ms: as `chunk_wait_ms`, of a request's last chunk, which keeps its row busy.
         join_fraction: part of a codec call's frames that a stream must have to join a call made for others.
-        codec_calls: codec calls that may be enqueued, or on their way to the host, at a time, at most 16. Only calls for
-            first chunks are enqueued behind another one.
+        codec_calls: codec calls that may be enqueued, or on their way to the host, at a time; at most 16. Only calls
+            for first chunks are enqueued behind another one.
         overlap: frames and codec calls run at the same time, frames first; False: one after the other.
         max_pending_frames: frames of one request that may wait for the codec; at the limit its row pauses.
         max_pending_total: frames that may wait for the codec in all; at the limit rows pause and nobody is admitted.

@@ -4,7 +4,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -101,10 +101,10 @@ class ReferenceCache:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        while self._flights:
-            _, futures = self._flights.popitem()
-            for future in futures:
-                future.set_exception(RuntimeError("the reference cache was closed"))
+        with self._changed:
+            left, self._flights = self._flights, {}
+        for futures in left.values():
+            _settle(futures, RuntimeError("the reference cache was closed"))
 
     def _key(self, clip: Tensor) -> bytes:
         digest = hashlib.sha256(self._identity)
@@ -142,11 +142,7 @@ class ReferenceCache:
                 self._keep(key, outcome)
             else:
                 self._stats.count("reference_failures")
-        for future in futures:
-            if isinstance(outcome, Tensor):
-                future.set_result(outcome.clone())
-            else:
-                future.set_exception(outcome)
+        _settle(futures, outcome)
 
     def _keep(self, key: bytes, codes: Tensor) -> None:
         if codes.nbytes > self._capacity:
@@ -157,6 +153,17 @@ class ReferenceCache:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= oldest.nbytes
             self._stats.count("reference_evictions")
+
+
+def _settle(futures: Iterable[Future], outcome: Tensor | Exception) -> None:
+    """Give each a copy of the codes, or the error; who has cancelled gets neither."""
+    for future in futures:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if isinstance(outcome, Tensor):
+            future.set_result(outcome.clone())
+        else:
+            future.set_exception(outcome)
 
 
 def codec_identity(codec: Codec) -> bytes:
