@@ -219,14 +219,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         for case, variants in Bench(SMOKE_SIZES, "cpu", 3, 20).cases([1, 3]):
-            harness.smoke(case, variants)
+            harness.bench(case, lambda made=variants: made, options)
         return
     bench = Bench({}, "cuda", max(options.batch), CONTEXT)
     if options.quick:
         backbone_profile.print_all(bench.step, bench.kv, options.batch, options.parts)
         return
     for case, variants in bench.cases(options.batch, options.parts):
-        harness.save(harness.measure(case, variants), options)
+        harness.bench(case, lambda made=variants: made, options)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from moss_runtime.state.codec_slots import CodecSlots
 ROOT = Path(__file__).parents[1]
 BATCHES = (1, 8, 64, 128)
 TARGETS = ((1, 1), (1, 15), (64, 1), (64, 15), (128, 15))
+IMPLS = ("runtime", "torch_graph")
 FULL_RING_FRAMES = 10_000
 MAX_SNR_LOSS_DB = 1.0
 CHECKED_FRAMES = 16
@@ -151,7 +152,6 @@ def parse() -> argparse.Namespace:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the shapes that have a target")
     parser.add_argument("--shapes", nargs="+", metavar="BxT", help="only these, as in 1x1 64x15")
-    parser.add_argument("--impls", nargs="+", default=["runtime", "torch_graph"], help="%(default)s")
     parser.add_argument("--young", action="store_true", help="also streams whose rings are empty")
     parser.add_argument("--profile", action="store_true", help="time by stage and by kernel instead of rows")
     parser.add_argument("--variants", action="store_true", help="time of each linear by tile instead of rows")
@@ -170,7 +170,7 @@ def main() -> None:
     if options.shapes:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     if options.smoke:
-        return smoke()
+        return smoke(options)
     config = CodecConfig.from_dict(json.loads((ROOT / "tests/manifests/codec_config.json").read_text()))
     bench = Bench(config, "cuda", shapes, torch.bfloat16)
     with switched(options), torch.no_grad():
@@ -181,16 +181,17 @@ def main() -> None:
                 bench.prepare(bench.steps["runtime"], frames)
                 codec_profile.print_profile(bench.steps["runtime"], batch, frames)
                 continue
-            case = bench.case(batch, frames, young=young)
-            harness.save(harness.measure(case, bench.variants(options.impls, batch, frames, young=young)), options)
+            make = partial(bench.variants, options.impl or IMPLS, batch, frames, young=young)
+            harness.bench(bench.case(batch, frames, young=young), make, options)
     return None
 
 
-def smoke() -> None:
+def smoke(options: argparse.Namespace) -> None:
     config = json.loads((ROOT / "tests/golden/codec/config.json").read_text())
     bench = Bench(CodecConfig.from_dict(config), "cpu", [(3, 4)], torch.bfloat16)
     for young in (False, True):
-        harness.smoke(bench.case(3, 4, young=young), bench.variants(bench.steps, 3, 4, young=young))
+        make = partial(bench.variants, bench.steps, 3, 4, young=young)
+        harness.bench(bench.case(3, 4, young=young), make, options)
 
 
 if __name__ == "__main__":

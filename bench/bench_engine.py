@@ -230,6 +230,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.concurrency, options.seconds = list(TARGETS), min(options.seconds, 5)
+    suffix = "/clone" * options.clone
+    options.concurrency = [n for n in options.concurrency if harness.wanted(f"engine/C{n}{suffix}", options)]
+    if not options.concurrency or "runtime" not in (options.impl or ["runtime"]):
+        return
     if options.plot:
         plot(options.results, options.plot)
     elif options.smoke:

@@ -112,7 +112,8 @@ class Bench:
 
     def frame_variants(self, batch: int, frames: int, baseline: bool) -> list[harness.Variant]:
         self.frame.fill_inputs(range(batch), batch)
-        variants = [harness.Variant("runtime", partial(self.run, batch, frames), lambda: None)]
+        run, check_after = partial(self.run, batch, frames), partial(self.check_codes, batch)
+        variants = [harness.Variant("runtime", run, lambda: None, check_after)]
         if baseline:
             torch_frame = TorchFrame(self.model, self.frame.step, batch, self.context)
             variants.append(harness.Variant("torch_graph", torch_frame.run, lambda: None))
@@ -165,20 +166,17 @@ def measure(options: argparse.Namespace) -> None:
     for batch in options.batch:
         for frames in (1, MULTI) if batch in TARGETS else (1,):
             case = bench.frame_case(batch, frames)
-            rows = harness.measure(case, bench.frame_variants(batch, frames, frames == 1), seconds=seconds)
-            bench.check_codes(batch)
-            harness.save(rows, options)
+            harness.bench(case, partial(bench.frame_variants, batch, frames, frames == 1), options, seconds=seconds)
     bench.prefill.compare_products()
     compared = 4 * sum(rows > 1 for rows, *_ in bench.prefill.graphs.shapes)
     print(
         f"prefill: {len(bench.prefill.flat)} of {compared} products are the same over all prompts at once", flush=True
     )
     for batch, length in PREFILLS:
-        harness.save(
-            harness.measure(bench.prefill_case(batch, length), bench.prefill_variants(batch, length), seconds=seconds),
-            options,
-        )
-    launches(bench)
+        make = partial(bench.prefill_variants, batch, length)
+        harness.bench(bench.prefill_case(batch, length), make, options, seconds=seconds)
+    if options.case is None:
+        launches(bench)
 
 
 def profile() -> None:
@@ -246,14 +244,13 @@ def time_start_up() -> None:
     print(json.dumps({key: round(value, 2) for key, value in report.items()}))
 
 
-def smoke() -> None:
+def smoke(options: argparse.Namespace) -> None:
     bench = Bench(random_model("tiny", device="cpu", dtype=torch.bfloat16, layers=1), 4, 24)
     bench.check()
     bench.occupy()
     for frames in (1, 2):
-        harness.smoke(bench.frame_case(3, frames), bench.frame_variants(3, frames, baseline=True))
-        bench.check_codes(3)
-    harness.smoke(bench.prefill_case(2, 20), bench.prefill_variants(2, 20))
+        harness.bench(bench.frame_case(3, frames), partial(bench.frame_variants, 3, frames, baseline=True), options)
+    harness.bench(bench.prefill_case(2, 20), partial(bench.prefill_variants, 2, 20), options)
 
 
 def main() -> None:
@@ -265,7 +262,7 @@ def main() -> None:
     options = parser.parse_args()
     options.batch = options.batch or (TARGETS if options.quick else BATCHES)
     if options.smoke:
-        smoke()
+        smoke(options)
     elif options.start_up:
         start_up()
     elif options.profile:

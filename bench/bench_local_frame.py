@@ -93,6 +93,12 @@ class Bench:
         }
         return frames | {"torch_graph": TorchGraphFrame(weights, hidden, state(), _row_map(hidden))}
 
+    def variants(self, batch: int, sampling: str) -> list[harness.Variant]:
+        return [
+            harness.Variant(name, frame.run, partial(self.check, frame), partial(self.check_codes, frame))
+            for name, frame in self.frames(batch, sampling).items()
+        ]
+
     def check(self, frame: DecoderFrame | TorchGraphFrame) -> None:
         """Raises AssertionError unless a frame's logits err at most twice as much as those of eager bf16."""
         got = frame.run_for_logits()
@@ -126,13 +132,7 @@ def main() -> None:
     bench = Bench.make("tiny", "cpu") if options.smoke else Bench.make("full", "cuda")
     for sampling in SAMPLING:
         for batch in (1, 3) if options.smoke else options.batch:
-            case, frames = bench.case(batch, sampling), bench.frames(batch, sampling)
-            variants = [harness.Variant(name, frame.run, partial(bench.check, frame)) for name, frame in frames.items()]
-            rows = harness.smoke(case, variants) if options.smoke else harness.measure(case, variants)
-            for frame in frames.values():
-                bench.check_codes(frame)
-            if not options.smoke:
-                harness.save(rows, options)
+            harness.bench(bench.case(batch, sampling), partial(bench.variants, batch, sampling), options)
 
 
 if __name__ == "__main__":

@@ -176,10 +176,7 @@ def main() -> None:
         layers = [first, *(first.to(first.qkv.device) for _ in range(LAYERS - 1))]
         pairs = ((_attention_case(case, first), _attention_variants), (_write_case(case, first), _write_variants))
         for timed, variants in pairs:
-            if options.smoke:
-                harness.smoke(timed, variants(layers))
-            else:
-                harness.save(harness.measure(timed, variants(layers)), options)
+            harness.bench(timed, partial(variants, layers), options)
     return None
 
 

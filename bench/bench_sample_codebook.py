@@ -95,10 +95,8 @@ def main() -> None:
     options = harness.argument_parser(__doc__).parse_args()
     for case in SAMPLE_CODEBOOK_CASES:
         if options.smoke:
-            small = dataclasses.replace(case, batch=min(case.batch, 3), vocab=64)
-            harness.smoke(_case(small), _variants(small, "cpu"))
-        else:
-            harness.save(harness.measure(_case(case), _variants(case, "cuda")), options)
+            case = dataclasses.replace(case, batch=min(case.batch, 3), vocab=64)
+        harness.bench(_case(case), partial(_variants, case, "cpu" if options.smoke else "cuda"), options)
 
 
 if __name__ == "__main__":

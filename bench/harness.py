@@ -7,6 +7,7 @@ interleaved (A B A B) in one process, so that clocks and neighbours disturb them
 import argparse
 import dataclasses
 import datetime
+import fnmatch
 import itertools
 import json
 import re
@@ -37,11 +38,13 @@ class Variant:
         impl: `reference`, `triton`, `cuda`, `runtime`, or the name of a baseline.
         run: The work to capture: the case, `repeats` times.
         check: Raises AssertionError unless this implementation computes the right thing on these inputs.
+        check_after: Raises AssertionError unless the timed runs left what they should.
     """
 
     impl: str
     run: Callable[[], None]
     check: Callable[[], None]
+    check_after: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,32 @@ class Case:
         return seconds * _UNITS_PER_SECOND[self.unit]
 
 
+def bench(
+    case: Case, variants: Callable[[], list[Variant]], options: argparse.Namespace, *, seconds: float = 0.5
+) -> None:
+    """What every benchmark does with a case: `measure` and `save`, or with `--smoke` just `smoke`.
+
+    Args:
+        case: left out unless `--case` asks for it.
+        variants: makes all variants; those that `--impl` does not name are left out.
+        options: of `argument_parser`.
+        seconds: as in `measure`.
+    """
+    if not wanted(case.name, options):
+        return
+    chosen = [variant for variant in variants() if options.impl is None or variant.impl in options.impl]
+    if options.smoke:
+        smoke(case, chosen)
+    elif chosen:
+        save(measure(case, chosen, seconds=seconds), options)
+
+
+def wanted(case: str, options: argparse.Namespace) -> bool:
+    """Whether `--case` asks for a case: by name, by a pattern, or by the beginning of its name up to a slash."""
+    patterns = [form for pattern in options.case or ["*"] for form in (pattern, f"{pattern}/*")]
+    return any(fnmatch.fnmatchcase(case, pattern) for pattern in patterns)
+
+
 def measure(case: Case, variants: list[Variant], *, seconds: float = 0.5) -> list[dict[str, object]]:
     """Checks all variants, then times them interleaved as CUDA graphs.
 
@@ -83,7 +112,7 @@ def measure(case: Case, variants: list[Variant], *, seconds: float = 0.5) -> lis
         One result row per variant.
 
     Raises:
-        AssertionError: A check failed; nothing of the case was timed.
+        AssertionError: A check failed: nothing of the case was timed, or what was is not returned.
     """
     for variant in variants:
         check(case, variant)
@@ -93,6 +122,8 @@ def measure(case: Case, variants: list[Variant], *, seconds: float = 0.5) -> lis
     for _ in range(_ROUNDS):
         for graph, count, times in zip(graphs, replays, samples, strict=True):
             times += _time_replays(graph, count)
+    for variant in variants:
+        variant.check_after()
     return [_row(case, variant.impl, times) for variant, times in zip(variants, samples, strict=True)]
 
 
@@ -181,9 +212,11 @@ def _commit() -> str:
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that every benchmark has; `save` reads them."""
+    """Options that every benchmark has; `bench` and `save` read them."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU; nothing is timed or written")
+    parser.add_argument("--case", nargs="+", metavar="CASE", help="only these: names, their beginnings, or patterns")
+    parser.add_argument("--impl", nargs="+", metavar="IMPL", help="only these implementations and baselines")
     parser.add_argument("--dry-run", action="store_true", help="print the rows without writing them")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files (%(default)s)")
     parser.add_argument("--commit", help="short id of the measured commit, where git cannot tell it")
@@ -211,4 +244,5 @@ def smoke(case: Case, variants: list[Variant]) -> None:
     for variant in variants:
         check(case, variant)
         variant.run()
+        variant.check_after()
         print(f"{case.name:32} {variant.impl:16} ok", flush=True)

@@ -2,9 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.table import read_rows
 from moss_runtime.optional import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def series(results: Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,7 +35,14 @@ def plot(results: Path, png: Path) -> None:
         raise ValueError(f"{results}: no rows of the engine")
     require("matplotlib", "the plot").use("Agg")
     pyplot = require("matplotlib.pyplot", "the plot")
-    figure, rate_axis = pyplot.subplots(figsize=(7, 4))
+    figure, axis = pyplot.subplots(figsize=(7, 4))
+    draw(axis, found)
+    figure.tight_layout()
+    figure.savefig(png, dpi=150)
+
+
+def draw(rate_axis: "Axes", found: dict[str, list[tuple[int, float]]]) -> None:
+    """Both of `series` into one axis, each with a scale of its own."""
     rate_axis.plot(*zip(*found["rate"], strict=True), "o-", color="tab:blue")
     rate_axis.set(xlabel="clients", ylabel="seconds of audio per second", xscale="log", ylim=(0, None))
     rate_axis.yaxis.label.set_color("tab:blue")
@@ -41,5 +52,3 @@ def plot(results: Path, png: Path) -> None:
     first_axis.plot(*zip(*found["first_audio"], strict=True), "s--", color="tab:red")
     first_axis.set(ylabel="first audio, median, ms", ylim=(0, None))
     first_axis.yaxis.label.set_color("tab:red")
-    figure.tight_layout()
-    figure.savefig(png, dpi=150)

@@ -54,28 +54,31 @@ def read_rows(results: Path) -> list[list[Row]]:
     Raises:
         ValueError: a line is not a row; the message names file and line.
     """
-    runs = []
-    for path in sorted(results.rglob("*.jsonl")):
-        run = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                row = json.loads(line)
-                row["time"], row["p50"] = str(row.get("time", path.name[:10])), float(row["p50"])
-                missing = {"case", "impl", "unit", "gpu", "sha"} - row.keys()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: not a result row ({error!r})") from None
-            if missing:
-                raise ValueError(f"{path}, line {number}: the row lacks {', '.join(sorted(missing))}")
-            run.append(row)
-        runs.append(run)
+    runs = [read_run(path) for path in sorted(results.rglob("*.jsonl"))]
     return sorted(runs, key=lambda run: max((row["time"] for row in run), default=""))
+
+
+def read_run(path: Path) -> list[Row]:
+    """Rows of one result file. Raises ValueError as `read_rows`."""
+    run = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["time"], row["p50"] = str(row.get("time", path.name[:10])), float(row["p50"])
+            missing = {"case", "impl", "unit", "gpu", "sha"} - row.keys()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a result row ({error!r})") from None
+        if missing:
+            raise ValueError(f"{path}, line {number}: the row lacks {', '.join(sorted(missing))}")
+        run.append(row)
+    return run
 
 
 def render(runs: Iterable[list[Row]]) -> str:
     """The table in Markdown: one for each GPU, the latest run of each case."""
     latest: dict[str, dict[str, dict[str, Row]]] = {}
     for run in runs:
-        for (gpu, case), rows in _grouped(run).items():
+        for (gpu, case), rows in grouped(run).items():
             # Only rows of one run are compared: they were timed in turn.
             if case in TARGETS and rows.keys() & set(OURS):
                 latest.setdefault(gpu, {})[case] = rows
@@ -96,7 +99,7 @@ def insert(text: str, table: str) -> str:
     return f"{parts[1]}{BEGIN}\n{table}\n{END}{parts[2]}"
 
 
-def _grouped(run: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+def grouped(run: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     """(GPU, case) -> implementation -> its last row."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in run:
@@ -110,8 +113,8 @@ def _table(gpu: str, cases: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def _cells(case: str, rows: dict[str, Row]) -> list[str]:
-    own, baseline = _best(rows, OURS), _best(rows, BASELINES)
-    bound = ">=" if _is_rate(own) else "<="
+    own, baseline = best(rows, OURS), best(rows, BASELINES)
+    bound = ">=" if is_rate(own) else "<="
     cells = [
         f"`{case}`",
         _quantity(own),
@@ -120,16 +123,18 @@ def _cells(case: str, rows: dict[str, Row]) -> list[str]:
     ]
     if baseline is None:
         return [*cells, "", "", f"`{own['sha']}`"]
-    ratio = own["p50"] / baseline["p50"] if _is_rate(own) else baseline["p50"] / own["p50"]
+    ratio = own["p50"] / baseline["p50"] if is_rate(own) else baseline["p50"] / own["p50"]
     return [*cells, f"{baseline['impl']}, {_quantity(baseline)}", f"{ratio:.2f} x", f"`{own['sha']}`"]
 
 
-def _best(rows: dict[str, Row], names: Iterable[str]) -> Row | None:
+def best(rows: dict[str, Row], names: Iterable[str]) -> Row | None:
+    """The fastest row of some implementations, or the one with the highest rate."""
     found = [rows[name] for name in names if name in rows]
-    return min(found, key=lambda row: -row["p50"] if _is_rate(row) else row["p50"], default=None)
+    return min(found, key=lambda row: -row["p50"] if is_rate(row) else row["p50"], default=None)
 
 
-def _is_rate(row: Row) -> bool:
+def is_rate(row: Row) -> bool:
+    """More is better."""
     return row["unit"].endswith("_per_s")
 
 
