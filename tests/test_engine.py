@@ -190,6 +190,26 @@ def test_asyncio_readers(model, codec, requests, expected):
         assert_empty(engine)
 
 
+def test_a_second_asyncio_reader_is_refused_and_a_cancelled_one_replaced(endless, codec):
+    async def read(handle):
+        return [chunk async for chunk in handle]
+
+    async def main(engine):
+        busy, handle = (engine.submit(Request(prompt=make_prompts()[0], params=ENDLESS)) for _ in range(2))
+        reader = asyncio.create_task(read(handle))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="one reader at a time"):
+            await anext(handle)
+        reader.cancel()
+        await asyncio.wait([reader])
+        chunks = await asyncio.wait_for(read(handle), 20)
+        return busy.result(20).codes, handle.result(20).codes, chunks
+
+    with make(endless, codec, rows=1) as engine:
+        _, codes, chunks = asyncio.run(main(engine))
+        assert_audio(chunks, codes, codec)
+
+
 def test_submit_from_many_threads(model, codec, requests, expected):
     failures = []
 

@@ -66,7 +66,7 @@ def settled(engine):
     end = since + 10
     while time.monotonic() < since + 0.15:
         live = list(engine._scheduler.live.values())
-        state = [(job.stream.known, job.stream.taken, job.handle.unread) for job in live]
+        state = [(job.stream.known, job.stream.taken, len(job.channel.chunks)) for job in live]
         if state != seen:
             seen, since = state, time.monotonic()
         assert time.monotonic() < end, "never came to rest"
@@ -162,7 +162,7 @@ def test_a_slow_reader_stops_only_its_own_request(engine):
         others = [engine.submit(request(seed)) for _ in range(2)]
         assert [sum(chunk.frames for chunk in other) for other in others] == [FRAMES, FRAMES]
     (job,) = settled(engine)
-    assert job.handle is slow and job.paused
+    assert job.channel is slow._channel and job.paused
     unread = job.stream.taken - slow.read_frames
     assert 0 < unread <= OUTPUT and job.stream.pending <= PENDING
     assert engine.stats.value("rows_paused", "request") >= 1
@@ -193,15 +193,28 @@ def test_waiting_for_the_result_lets_a_request_go_on(engine):
     assert sum(chunk.frames for chunk in handle) == FRAMES
 
 
+def test_a_request_whose_reader_is_gone_ends(engine):
+    """Its audio would wait for a reader for ever, and everything that it holds with it."""
+    abandoned = [engine.submit(request(seed)) for seed in range(ROWS)]
+    for handle in abandoned:
+        for _ in handle:
+            break
+    settled(engine)
+    del abandoned, handle
+    assert engine.submit(request(9)).result(5).frames == FRAMES
+    engine.drain(5)
+    assert (engine.runtime.pool.in_use, engine.stats.value("requests_finished", "abort")) == (0, ROWS)
+
+
 def test_memory_of_a_long_run_is_that_of_a_short_one(engine):
     """Nothing is kept of requests that have ended."""
     ended = []
     for seed in range(4):
         handle = engine.submit(dataclasses.replace(request(seed), max_frames=3))
         handle.result(20)
-        ended.append(weakref.ref(handle))
+        ended.append(weakref.ref(handle._channel))
         del handle
     engine.drain(20)
     time.sleep(0.3)  # the engine's thread and the output thread let go of the last one
     gc.collect()
-    assert sum(handle() is not None for handle in ended) <= 1
+    assert sum(channel() is not None for channel in ended) <= 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moss_runtime.engine.codec_stage import CodecStage
 from moss_runtime.engine.config import EngineConfig
-from moss_runtime.engine.handle import Handle
+from moss_runtime.engine.handle import Channel, Handle
 from moss_runtime.engine.jobs import Job
 from moss_runtime.engine.output import Output
 from moss_runtime.engine.references import ReferenceCache, codec_identity, encoder
@@ -126,13 +126,12 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise TypeError(f"Engine: `request` must be a Request, got {type(request).__name__}")
-        handle = Handle(request, self._wake)
-        job = Job(next(self._ids), request, handle)
+        job = Job(next(self._ids), request, Channel(self._wake))
         if request.text is not None and self._prompts is None:
             raise UserError("Engine: a request with `text` needs an engine with a PromptBuilder")
         if not request.references:
             job.prompt = self._own_prompt(request) if request.text is None else self._build(request, [])
-            job.ready = handle.submitted
+            job.ready = job.channel.submitted
         with self._changed:
             self._refuse_if_full()
             self._open += 1
@@ -142,7 +141,7 @@ class Engine:
         self.stats.count("requests_submitted")
         if request.references:
             self._encode(job)
-        return handle
+        return Handle(request, job.channel)
 
     def snapshot(self) -> dict[str, Any]:
         """All numbers, ready for JSON: see `Stats`, and graphs, frame times, settings."""

@@ -9,52 +9,94 @@ from collections.abc import Callable
 from moss_runtime.engine.request import AudioChunk, Request, Result
 
 
+class Channel:
+    """What the engine and the reader of one request share.
+
+    Attributes:
+        submitted: when, on the clock of `time.perf_counter`.
+        changed: guards the chunks and the result, and tells of new ones.
+        chunks: audio that the reader has not taken.
+        read_frames: frames of audio that it has taken.
+        result: of a request that has ended.
+        aborted: the reader wants no more.
+        unbounded: audio may be left unread: somebody waits for the end.
+        waiter: who waits in asyncio.
+    """
+
+    def __init__(self, on_change: Callable[[], None]):
+        """Args: on_change: called, from any thread, when the engine should look at this request."""
+        self.on_change = on_change
+        self.submitted = time.perf_counter()
+        self.changed = threading.Condition()
+        self.chunks: deque[AudioChunk] = deque()
+        self.read_frames = 0
+        self.result: Result | None = None
+        self.aborted = self.unbounded = False
+        self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+
+    def put(self, chunk: AudioChunk) -> None:
+        """The engine's side: the next audio."""
+        self._announce(lambda: self.chunks.append(chunk))
+
+    def finish(self, result: Result) -> None:
+        """The engine's side: the end, once."""
+
+        def end() -> None:
+            assert self.result is None
+            self.result = result
+
+        self._announce(end)
+
+    def _announce(self, change: Callable[[], None]) -> None:
+        with self.changed:
+            change()
+            waiter, self.waiter = self.waiter, None
+            self.changed.notify_all()
+        if waiter is not None:
+            loop, future = waiter
+            try:
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+            except RuntimeError:
+                # The reader's loop has ended, and the reader with it.
+                self.aborted = True
+
+
 class Handle:
     """One request's audio chunks and its result. Iterate over it, or `async for`; one reader at a time.
 
-    Iteration ends with the audio; of a request that ended with an error it raises that. `result` never does.
+    Iteration ends with the audio; of a request that ended with an error it raises that. `result` never does. A request
+    whose handle nobody holds any more is aborted: its audio would wait for a reader for ever.
 
     Attributes:
         request: as submitted.
-        read_frames: frames of audio that the reader has taken.
     """
 
-    def __init__(self, request: Request, on_change: Callable[[], None]):
-        """Args: on_change: called, from any thread, when the engine should look at this request."""
-        self.request = request
-        self.read_frames = 0
-        self.submitted = time.perf_counter()
-        self._on_change = on_change
-        self._changed = threading.Condition()
-        self._chunks: deque[AudioChunk] = deque()
-        self._result: Result | None = None
-        self._aborted = self._unbounded = False
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+    def __init__(self, request: Request, channel: Channel):
+        self.request, self._channel = request, channel
+
+    def __del__(self):
+        # The engine looks now and then. Locks are out of the question: this may run in the middle of anything.
+        self._channel.aborted = True
+
+    @property
+    def submitted(self) -> float:
+        """When, on the clock of `time.perf_counter`."""
+        return self._channel.submitted
+
+    @property
+    def read_frames(self) -> int:
+        """Frames of audio that the reader has taken."""
+        return self._channel.read_frames
 
     @property
     def done(self) -> bool:
         """The request has ended; unread audio may be left."""
-        return self._result is not None
-
-    @property
-    def aborted(self) -> bool:
-        """The reader wants no more."""
-        return self._aborted
-
-    @property
-    def unbounded(self) -> bool:
-        """Audio may be left unread: somebody waits for the end."""
-        return self._unbounded
-
-    @property
-    def unread(self) -> int:
-        """Chunks that are there and not taken."""
-        return len(self._chunks)
+        return self._channel.result is not None
 
     def abort(self) -> None:
         """End the request as soon as possible. What it has handed out stays; one that has ended stays as it is."""
-        self._aborted = True
-        self._on_change()
+        self._channel.aborted = True
+        self._channel.on_change()
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end; audio that nobody reads meanwhile is kept, all of it.
@@ -65,19 +107,20 @@ class Handle:
         Raises:
             TimeoutError: it has not ended by then.
         """
-        self._unbounded = True
-        self._on_change()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
+        channel = self._channel
+        channel.unbounded = True
+        channel.on_change()
+        with channel.changed:
+            if not channel.changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"the request has not ended within {timeout} s")
-        return self._result
+        return channel.result
 
     def __iter__(self) -> "Handle":
         return self
 
     def __next__(self) -> AudioChunk:
-        with self._changed:
-            self._changed.wait_for(lambda: self._chunks or self.done)
+        with self._channel.changed:
+            self._channel.changed.wait_for(self._is_ready)
             chunk = self._take()
         if chunk is None:
             raise StopIteration
@@ -87,54 +130,34 @@ class Handle:
         return self
 
     async def __anext__(self) -> AudioChunk:
+        channel = self._channel
         while True:
-            with self._changed:
-                if self._chunks or self.done:
+            with channel.changed:
+                if self._is_ready():
                     chunk = self._take()
                     break
+                if channel.waiter is not None and not channel.waiter[1].done():
+                    raise RuntimeError("Handle: somebody else waits for its next chunk; it has one reader at a time")
                 loop = asyncio.get_running_loop()
                 future = loop.create_future()
-                self._waiter = loop, future
+                channel.waiter = loop, future
             await future
         if chunk is None:
             raise StopAsyncIteration
         return self._taken(chunk)
 
-    def put(self, chunk: AudioChunk) -> None:
-        """The engine's side: the next audio."""
-        self._announce(lambda: self._chunks.append(chunk))
-
-    def finish(self, result: Result) -> None:
-        """The engine's side: the end, once."""
-
-        def end() -> None:
-            assert self._result is None
-            self._result = result
-
-        self._announce(end)
+    def _is_ready(self) -> bool:
+        return bool(self._channel.chunks) or self.done
 
     def _take(self) -> AudioChunk | None:
         """The next chunk, or None at the end."""
-        if self._chunks:
-            return self._chunks.popleft()
-        if self._result.error is not None:
-            raise self._result.error
+        if self._channel.chunks:
+            return self._channel.chunks.popleft()
+        if self._channel.result.error is not None:
+            raise self._channel.result.error
         return None
 
     def _taken(self, chunk: AudioChunk) -> AudioChunk:
-        self.read_frames += chunk.frames
-        self._on_change()
+        self._channel.read_frames += chunk.frames
+        self._channel.on_change()
         return chunk
-
-    def _announce(self, change: Callable[[], None]) -> None:
-        with self._changed:
-            change()
-            waiter, self._waiter = self._waiter, None
-            self._changed.notify_all()
-        if waiter is not None:
-            loop, future = waiter
-            try:
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
-            except RuntimeError:
-                # The reader's loop has ended, and the reader with it.
-                self._aborted = True

@@ -6,7 +6,7 @@ import itertools
 from torch import Tensor
 
 from moss_runtime.engine.chunking import Stream
-from moss_runtime.engine.handle import Handle
+from moss_runtime.engine.handle import Channel
 from moss_runtime.engine.request import FIRST_AUDIO_STAGES, Request
 from moss_runtime.state.codec_slots import Lease
 from moss_runtime.state.decode_pool import RowLease
@@ -21,7 +21,8 @@ class Job:
 
     Attributes:
         id: unique in the engine.
-        request, handle: the caller's.
+        request: as submitted.
+        channel: to its reader.
         prompt: [T, 1+n_vq] int64; None while references are encoded.
         failure: why it must end, found by another thread.
         row: its row of the decode pool.
@@ -40,7 +41,7 @@ class Job:
 
     id: int
     request: Request
-    handle: Handle
+    channel: Channel
     prompt: Tensor | None = None
     failure: Exception | None = None
     row: RowLease | None = None
@@ -62,13 +63,13 @@ class Job:
     def deadline(self) -> float | None:
         """When it must have ended."""
         seconds = self.request.deadline_s
-        return None if seconds is None else self.handle.submitted + seconds
+        return None if seconds is None else self.channel.submitted + seconds
 
     def first_audio_stages(self) -> dict[str, float]:
         """Seconds of each of FIRST_AUDIO_STAGES; empty without audio."""
         if self.delivered.first is None:
             return {}
-        times = (self.handle.submitted, self.ready, self.admitted, self.first_frame, self.enqueued)
+        times = (self.channel.submitted, self.ready, self.admitted, self.first_frame, self.enqueued)
         times += (self.delivered.landed, self.delivered.first)
         spans = (end - start for start, end in itertools.pairwise(times))
         return dict(zip(FIRST_AUDIO_STAGES, spans, strict=True))

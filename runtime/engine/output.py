@@ -70,7 +70,7 @@ class Output:
             for stage, milliseconds in zip(STAGES, call.lap.read() or (), strict=False):
                 self._stats.count("stage_seconds", milliseconds / 1e3, stage)
             for row, (piece, job) in enumerate(zip(call.pieces, jobs, strict=True)):
-                if not job.handle.aborted:
+                if not job.channel.aborted:
                     samples = piece.frames * self._config.samples_per_frame
                     audio = call.audio[row, :, :samples].clone()
                     self._deliver(job, audio, call.codes[row, : piece.frames].clone(), landed)
@@ -94,16 +94,16 @@ class Output:
             delivered.audio.append(audio)
 
     def _put(self, job: Job, audio: Tensor, first_frame: int, frames: int) -> None:
-        delivered, handle, now = job.delivered, job.handle, time.perf_counter()
+        delivered, channel, now = job.delivered, job.channel, time.perf_counter()
         if delivered.first is None:
             delivered.first = delivered.horizon = now
-            self._stats.add("first_audio_seconds", now - handle.submitted)
+            self._stats.add("first_audio_seconds", now - channel.submitted)
             self._stats.first_audio(job.first_audio_stages())
         else:
             self._stats.add("chunk_gap_seconds", now - delivered.latest)
             # Who has audio left unread is not kept waiting.
             if now > delivered.horizon:
-                late = not handle.unread
+                late = not channel.chunks
                 delivered.underruns += late
                 self._stats.count("underruns", late)
                 delivered.horizon = now
@@ -112,17 +112,17 @@ class Output:
         self._stats.add("chunk_frames", frames)
         for name, value in (("frames", frames), ("samples", audio.shape[1]), ("chunks", 1)):
             self._stats.count(f"{name}_delivered", value)
-        handle.put(AudioChunk(audio.numpy(), first_frame, frames, now - handle.submitted))
+        channel.put(AudioChunk(audio.numpy(), first_frame, frames, now - channel.submitted))
         self._stats.count("stage_seconds", time.perf_counter() - now, "delivery")
 
     def _finish(self, job: Job) -> None:
-        delivered, handle = job.delivered, job.handle
+        delivered, channel = job.delivered, job.channel
         if job.failure is not None and job.reason in ("stop", "length"):
             job.reason, job.error = "error", job.failure
-        if delivered.audio and not handle.aborted:
+        if delivered.audio and not channel.aborted:
             self._put(job, torch.cat(delivered.audio, 1), 0, delivered.frames)
         codes = torch.cat(delivered.codes) if delivered.codes else no_codes(self._config.codebooks)
-        seconds, latency = len(codes) / self._config.frame_rate, time.perf_counter() - handle.submitted
+        seconds, latency = len(codes) / self._config.frame_rate, time.perf_counter() - channel.submitted
         result = Result(
             codes=codes,
             seed=job.seed,
@@ -131,7 +131,7 @@ class Output:
             frames=len(codes),
             seconds=seconds,
             chunks=delivered.chunks if self._stream else int(delivered.first is not None),
-            first_audio=None if delivered.first is None else delivered.first - handle.submitted,
+            first_audio=None if delivered.first is None else delivered.first - channel.submitted,
             latency=latency,
             stages=job.first_audio_stages(),
         )
@@ -140,7 +140,7 @@ class Output:
             self._stats.add("latency_seconds", latency)
             if seconds:
                 self._stats.add("rtf", latency / seconds)
-        handle.finish(result)
+        channel.finish(result)
         self._ended(job)
         _log.info("%s", json.dumps(self._record(job, result)))
 

@@ -85,10 +85,10 @@ class Scheduler:
         unwanted = [
             job
             for job in self._jobs()
-            if job.handle.aborted or job.failure is not None or (job.deadline is not None and job.deadline <= now)
+            if job.channel.aborted or job.failure is not None or (job.deadline is not None and job.deadline <= now)
         ]
         for job in unwanted:
-            if job.handle.aborted:
+            if job.channel.aborted:
                 self._end(job, "abort")
             elif job.failure is not None:
                 self._end(job, "error", job.failure)
@@ -197,8 +197,8 @@ class Scheduler:
                     self._stats.count("rows_paused", label="request" if full else "total")
 
     def _make_room(self, job: Job) -> None:
-        if self._config.stream and not job.handle.unbounded:
-            unread = job.stream.taken - job.handle.read_frames
+        if self._config.stream and not job.channel.unbounded:
+            unread = job.stream.taken - job.channel.read_frames
             job.stream.room = self._config.max_output_frames - unread
         else:
             job.stream.room = float("inf")
