@@ -137,7 +137,13 @@ class AudioFeed:
             self._landing[0][1].synchronize()
 
     def abort(self, request_id: Hashable) -> None:
-        """Forget a request, if it is known, and give its slot back."""
+        """Forget a request, if it is known: its slot comes back, and audio on its way to the host is dropped."""
+        self._end(request_id)
+        for deltas, _ in self._landing:
+            deltas[:] = [delta for delta in deltas if delta.request_id != request_id]
+
+    def _end(self, request_id: Hashable) -> None:
+        """Give the slot of a request back, if it has one."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self.chunk.slots.release(stream.lease)
@@ -173,7 +179,7 @@ class AudioFeed:
         self._landing.append((deltas, self.event))
         for stream, end in zip(due, ended, strict=True):
             if end:
-                self.abort(stream.request_id)
+                self._end(stream.request_id)
 
     def _run(self, codes: Tensor, slots: list[int], counts: list[int]) -> Tensor:
         """A step of the codec, counted."""

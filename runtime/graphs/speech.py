@@ -71,11 +71,12 @@ class _Run:
                 if not deltas and not audio:
                     (self.runtime if self.leases else self.feed).wait()
         finally:
-            for index, lease in self.leases.items():
+            for lease in self.leases.values():
                 # A step that failed has aborted its requests itself.
                 with contextlib.suppress(StaleLeaseError):
                     self.runtime.abort(lease, None if self.feed is None else self.feed.event)
-                if self.feed is not None:
+            if self.feed is not None:
+                for index in range(len(self.prompts)):
                     self.feed.abort(index)
         if stream is not None:
             torch.cuda.current_stream(self.runtime.model.device).wait_stream(stream)
