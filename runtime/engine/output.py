@@ -60,7 +60,10 @@ class Output:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            item()
+            try:
+                item()
+            except Exception:
+                _log.exception("a request could not be told of its audio or its end")
 
     def _collect(self, call: Call, jobs: Sequence[Job]) -> None:
         try:
@@ -120,7 +123,10 @@ class Output:
         if job.failure is not None and job.reason in ("stop", "length"):
             job.reason, job.error = "error", job.failure
         if delivered.audio and not channel.aborted:
-            self._put(job, torch.cat(delivered.audio, 1), 0, delivered.frames)
+            try:
+                self._put(job, torch.cat(delivered.audio, 1), 0, delivered.frames)
+            except Exception as error:  # too much for the memory
+                job.reason, job.error = "error", error
         codes = torch.cat(delivered.codes) if delivered.codes else no_codes(self._config.codebooks)
         seconds, latency = len(codes) / self._config.frame_rate, time.perf_counter() - channel.submitted
         result = Result(
