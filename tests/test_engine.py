@@ -374,6 +374,32 @@ def test_kv_pages_are_promised_so_that_nobody_waits_half_way(endless, codec):
         assert_empty(engine)
 
 
+def test_a_codec_that_does_not_fit_is_refused(endless, codec):
+    threads = threading.active_count()
+    other = dataclasses.replace(codec.config, quantizer=dataclasses.replace(codec.config.quantizer, codebooks=4))
+    with pytest.raises(UserError, match="the codec 4 of 64: they do not belong together"):
+        make(endless, Codec.on_meta(other, torch.float32))
+    with pytest.raises(UserError, match="`codec` must be on the model's device, cpu, got meta"):
+        make(endless, Codec.on_meta(codec.config, torch.float32))
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("failing", ["torch.cat", "json.dumps"])
+def test_what_fails_at_the_end_of_one_request_harms_no_other(endless, codec, monkeypatch, failing):
+    request = Request(prompt=make_prompts()[0], params=ENDLESS)
+    with make(endless, codec, mode="offline-fast") as engine:
+
+        def fails(*_, **__):
+            monkeypatch.undo()
+            raise MemoryError("too much")
+
+        monkeypatch.setattr(f"moss_runtime.engine.output.{failing}", fails)
+        result = engine.submit(request).result(20)
+        assert result.finish_reason == ("error" if failing == "torch.cat" else "length")
+        assert engine.submit(request).result(20).finish_reason == "length"
+        assert_empty(engine)
+
+
 def test_drain_and_close(endless, codec):
     request = Request(prompt=make_prompts()[0], params=ENDLESS)
     with make(endless, codec, rows=1, max_waiting=2) as engine:

@@ -46,6 +46,14 @@ def test_gauges_are_read_when_the_metrics_are():
         metrics.watch(streams=lambda: 1)
 
 
+def test_two_runtimes_do_not_share_metrics():
+    metrics = Metrics()
+    metrics.watch(rows=lambda: 1, pages=lambda: 1)
+    metrics.watch(slots=lambda: 1)
+    with pytest.raises(ValueError, match="rows, slots of another runtime are watched"):
+        metrics.watch(rows=lambda: 2, slots=lambda: 2)
+
+
 def test_registries_are_separate_and_print():
     first, second = Metrics(), Metrics()
     first.generated(frames=3, audio_seconds=0.24)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moss_kernels import SamplingParams
-from moss_runtime.errors import PromptError
+from moss_runtime.errors import PromptError, UserError
 from moss_runtime.graphs.frame import STAGES
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
@@ -200,6 +200,27 @@ def test_a_bad_request_is_refused_and_harms_nobody(model, prompts, requests, exp
     assert runtime.pool.in_use == 1
 
 
+@pytest.mark.parametrize(
+    "size", ["rows", "max_tokens", "max_frames", "page_size", "frames_per_launch", "max_in_flight"]
+)
+@pytest.mark.parametrize("value", [0, 1.5, True, "4"])
+def test_sizes_that_cannot_be(model, size, value):
+    """Without a frame in a launch, or a launch at all, a request would never end."""
+    with pytest.raises(ValueError, match=rf"`{size}` must be a positive integer, got {value!r}"):
+        make(model, **{size: value})
+
+
+def test_parts_that_do_not_fit(model):
+    with pytest.raises(ValueError, match="`rows` must be at most 128, got 129"):
+        make(model, rows=129)
+    with pytest.raises(UserError, match="`model` must be in float32 or bfloat16, got torch.float16"):
+        make(MossTTS.on_meta(model.config).half())
+    codec = Codec.from_pretrained(GOLDEN / "codec")
+    narrow = dataclasses.replace(model.config, audio_vocab_size=32)
+    with pytest.raises(UserError, match="the model speaks 12 codebooks of 32, the codec 12 of 64"):
+        make(MossTTS.on_meta(narrow), codec=codec)
+
+
 def test_full(model, prompts, requests):
     runtime = make(model, rows=2, pages=4)
     runtime.add("a", prompts[2], requests[2])  # 22 tokens and a frame: 3 pages of 8
@@ -356,8 +377,19 @@ def test_audio_is_the_offline_decoding(model, prompts, requests, expected):
     assert_empty(runtime)
 
 
-def test_an_aborted_generation_gives_codec_slots_back(model, prompts, requests):
+@pytest.mark.parametrize("polls", [0, 3])
+def test_an_aborted_generation_leaves_nothing_behind(model, prompts, requests, monkeypatch, polls):
+    """Neither slots nor audio: the next one would take that for its own. polls: how late audio reaches the host."""
     runtime = make(model, rows=3, codec=Codec.from_pretrained(GOLDEN / "codec"))
+    decode = runtime.feed._decode
+
+    def late(due):
+        decode(due)
+        deltas, _ = runtime.feed._landing.pop()
+        runtime.feed._landing.append((deltas, LateEvent(polls)))
+
+    monkeypatch.setattr(runtime.feed, "_decode", late)
+    monkeypatch.setattr(LateEvent, "synchronize", lambda event: None, raising=False)
 
     def fails(index, audio):
         raise KeyboardInterrupt
@@ -366,3 +398,7 @@ def test_an_aborted_generation_gives_codec_slots_back(model, prompts, requests):
         generate(runtime, prompts, requests, on_audio=fails)
     assert runtime.feed.chunk.slots.free == 3
     assert_empty(runtime)
+    heard = []
+    (made,) = generate(runtime, prompts[2:3], requests[2:3], on_audio=lambda _, audio: heard.append(audio))
+    samples = runtime.feed.chunk.codec.config.samples_per_frame
+    assert sum(audio.shape[1] for audio in heard) == len(made.codes) * samples

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     codec_dir = codec_directory(args.codec, model_directory)
     # What can be wrong with the input is found before the weights are loaded.
     config, codec_config = ModelConfig.from_directory(model_directory), CodecConfig.from_directory(codec_dir)
-    _check_pair(config, codec_config)
+    config.check_codec(codec_config)
     prompts = PromptBuilder(model_directory / "tokenizer.json", config)
     recordings = [
         load_recording(path, codec_config, args.downmix)
@@ -209,15 +209,6 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         return SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
-
-
-def _check_pair(config: ModelConfig, codec: CodecConfig) -> None:
-    model_codes, codec_codes = (config.n_vq, config.audio_vocab_size), (codec.codebooks, codec.codebook_size)
-    if model_codes != codec_codes:
-        raise UserError(
-            f"the model speaks {model_codes[0]} codebooks of {model_codes[1]}, "
-            f"the codec {codec_codes[0]} of {codec_codes[1]}: they do not belong together"
-        )
 
 
 def _report(output: str, result: Generation, codec: CodecConfig, times: StageTimes) -> None:

@@ -69,7 +69,13 @@ class Engine:
             prompts: makes prompts of texts; without it requests bring their own.
             metrics: gets the metrics of the runtime and of the engine.
             transport: made with the decode pool's history; keeps frames until the codec takes them.
+
+        Raises:
+            UserError: model and codec do not belong together, or are on different devices.
         """
+        model.config.check_codec(codec.config)
+        if codec.device != model.device:
+            raise UserError(f"Engine: `codec` must be on the model's device, {model.device}, got {codec.device}")
         self.config, self._prompts = config, prompts
         self.stats, timer = Stats(), StageTimer(STAGES, model.device)
         self._timer = timer
@@ -148,7 +154,7 @@ class Engine:
         graphs = {
             part.graphs.name: {
                 "replays": part.graphs.replays,
-                "fallbacks": {reason.value: count for reason, count in part.graphs.fallbacks.items()},
+                "fallbacks": {reason.value: count for reason, count in dict(part.graphs.fallbacks).items()},
                 "hit_ratio": part.graphs.hit_ratio,
             }
             for part in (self.runtime.frame, self.runtime.prefill)

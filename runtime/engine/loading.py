@@ -37,10 +37,12 @@ def load_engine(
 
     Raises:
         CheckpointError: as `MossTTS.from_pretrained` and `Codec.from_pretrained`.
+        UserError: model and codec do not belong together.
         MemoryBudgetError: it does not fit into the memory that is free.
     """
     device = torch.device(device)
     model_config, codec_config = ModelConfig.from_directory(model), CodecConfig.from_directory(codec)
+    model_config.check_codec(codec_config)
     if device.type == "cuda":
         config = fitted(config, model_config, codec_config, device, dtype)
     parts = {"dtype": dtype, "device": device}

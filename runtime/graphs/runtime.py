@@ -1,13 +1,13 @@
 """`Runtime`: requests join, make frames together, and leave; the device is never waited for."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moss_kernels import SamplingParams
-from moss_runtime.errors import PromptError
+from moss_runtime.errors import PromptError, UserError
 from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
@@ -20,6 +20,8 @@ from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Metrics, Range, StageTimer, annotate
 from moss_runtime.state.decode_pool import DecodePool, RowLease
 from moss_runtime.state.kv_cache import PAGE_SIZE, PagedKV
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Runtime:
@@ -75,9 +77,18 @@ class Runtime:
             graphs: False runs everything eagerly.
             metrics: for replays, eager steps, frames, seconds of audio; rows, pages and codec slots in use.
             timer: for the times of the stages `frame.STAGES` of each launch.
+
+        Raises:
+            UserError: the model is in another dtype, or the codec has other codebooks.
+            ValueError: a size is not a positive integer, or there are too many rows.
         """
-        if not 1 <= rows <= BUCKETS[-1]:
-            raise ValueError(f"Runtime: `rows` must be in 1..{BUCKETS[-1]}, got {rows}")
+        sizes = {"rows": rows, "max_tokens": max_tokens, "max_frames": max_frames, "page_size": page_size}
+        sizes |= {"frames_per_launch": frames_per_launch, "max_in_flight": max_in_flight}
+        _check_sizes(sizes if pages is None else sizes | {"pages": pages})
+        if model.dtype not in DTYPES:
+            raise UserError(f"Runtime: `model` must be in float32 or bfloat16, got {model.dtype}")
+        if codec is not None:
+            model.config.check_codec(codec.config)
         self.model, self._metrics, self._timer = model, metrics, timer
         self._frames_per_launch, self._max_in_flight = frames_per_launch, max_in_flight
         config, common = model.config, {"dtype": model.dtype, "device": model.device}
@@ -89,26 +100,11 @@ class Runtime:
         buckets = [bucket for bucket in BUCKETS if bucket <= largest]
         step = BackboneStep(model.transformer, max_batch=largest)
         graph_options = {"metrics": metrics, "graphs": graphs}
-        self.frame = FrameGraph(
-            model,
-            step,
-            self.pool,
-            self.kv,
-            buckets=buckets,
-            frames=(frames_per_launch,),
-            timer=timer,
-            **graph_options,
-        )
-        self.prefill = Prefill(
-            model,
-            step,
-            self.pool,
-            self.kv,
-            rows=[count for count in ROWS if count <= largest],
-            max_tokens=prefill_tokens,
-            batch_invariant=batch_invariant,
-            **graph_options,
-        )
+        parts = model, step, self.pool, self.kv
+        frames = {"buckets": buckets, "frames": (frames_per_launch,)}
+        self.frame = FrameGraph(*parts, **frames, timer=timer, **graph_options)
+        passes = {"rows": [count for count in ROWS if count <= largest], "max_tokens": prefill_tokens}
+        self.prefill = Prefill(*parts, **passes, batch_invariant=batch_invariant, **graph_options)
         self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks, metrics=metrics)
         if metrics is not None:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
@@ -288,3 +284,11 @@ class Runtime:
         if self._metrics is not None:
             self._metrics.generated(frames=sum(len(delta.codes) for delta in deltas))
         self._deltas += deltas
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"Runtime: `{name}` must be a positive integer, got {size!r}")
+    if sizes["rows"] > BUCKETS[-1]:
+        raise ValueError(f"Runtime: `rows` must be at most {BUCKETS[-1]}, got {sizes['rows']}")

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moss_runtime.errors import CheckpointError
+from moss_runtime.errors import CheckpointError, UserError
 from moss_runtime.model.checkpoint import read_config
+
+if TYPE_CHECKING:
+    from moss_runtime.model.codec.config import CodecConfig
 
 DEFAULT_ROPE_THETA = 1e6  # Qwen3, where the config names none
 DEFAULT_LOCAL_ROPE_BASE = 1e4  # fallback of the official local transformer
@@ -116,6 +119,15 @@ class ModelConfig:
     audio_end_token_id: int
     audio_user_slot_token_id: int
     audio_assistant_slot_token_id: int
+
+    def check_codec(self, codec: "CodecConfig") -> None:
+        """Raise UserError unless a codec has the codebooks that the model speaks."""
+        ours, theirs = (self.n_vq, self.audio_vocab_size), (codec.codebooks, codec.codebook_size)
+        if ours != theirs:
+            raise UserError(
+                f"the model speaks {ours[0]} codebooks of {ours[1]}, "
+                f"the codec {theirs[0]} of {theirs[1]}: they do not belong together"
+            )
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":

@@ -46,6 +46,7 @@ class Metrics:
             "pages": make_gauge("kv_pages_in_use", "Pages of the KV cache that requests hold"),
             "slots": make_gauge("codec_slots_in_use", "Codec slots that streams hold"),
         }
+        self._watched: set[str] = set()
         self._hits: Counter[str] = Counter()
         self._launches: Counter[str] = Counter()
 
@@ -76,7 +77,15 @@ class Metrics:
         self._audio_seconds.inc(audio_seconds)
 
     def watch(self, **in_use: Callable[[], int]) -> None:
-        """Say where to read how many `rows`, `pages`, `slots` are in use."""
+        """Say where to read how many `rows`, `pages`, `slots` are in use.
+
+        Raises:
+            ValueError: another runtime has said so.
+        """
+        taken = self._watched & in_use.keys()
+        if taken:
+            raise ValueError(f"Metrics: {', '.join(sorted(taken))} of another runtime are watched; make one for each")
+        self._watched |= in_use.keys()
         for name, read in in_use.items():
             self._gauges[name].set_function(read)
 
