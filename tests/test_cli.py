@@ -196,6 +196,7 @@ def test_the_installed_program_refuses_with_exit_code_2(demo):
         (["--max-frames", "0", "x"], "--max-frames: must be a positive integer below 2^31, got '0'"),
         (["--tokens", "-3", "x"], "--tokens: must be a positive integer below 2^31, got '-3'"),
         (["--dtype", "int8", "x"], "--dtype: invalid choice: 'int8'"),
+        (["--dtype", "float16", "x"], "must be in float32 or bfloat16, got torch.float16"),
         (["--device", "abacus", "x"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "cuda:99", "x"], "no device cuda:99 here"),
         (["--no-such-option", "x"], "unrecognized arguments: --no-such-option"),

@@ -66,8 +66,25 @@ def test_command(tmp_path, capsys, monkeypatch):
     written = json.loads(figures.read_text())
     assert [load["concurrency"] for load in written["loads"]] == [1, 2]
     assert written["engine"]["mode"] == "streaming-balanced"
-    assert main(["bench-engine", "--mode", "loud"]) == 2
-    assert main(["bench-engine", "--codec", "x", "--size", "tiny"]) == 2
+
+
+def test_what_the_command_refuses(tmp_path, capsys, monkeypatch):
+    """Each before anything is measured, in one line."""
+    monkeypatch.setattr("moss_runtime.commands.bench_engine.measure", lambda *_, **__: 1 / 0)
+    path = tmp_path / "engine.toml"
+    path.write_text('slot_policy = "reject"\ncodec_slots = 1\n')
+    for options, message in (
+        (["--mode", "loud"], "`mode` must be one of"),
+        (["--codec", "x"], "--codec goes with --model"),
+        (["--dtype", "float16"], "`model` must be in float32 or bfloat16, got torch.float16"),
+        (["--json", str(tmp_path)], f"{tmp_path}: cannot be written"),
+        (["--concurrency", "129"], "`rows` must be at most 128, got 129"),
+        (["--concurrency", "2", "--config", str(path)], "2 clients need as many `codec_slots`"),
+    ):
+        assert main(["bench-engine", "--size", "tiny", "--device", "cpu", "--concurrency", "1", *options]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("moss-tts: error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("options", [["--clone", "--modes", "streaming-low-latency"], ["--modes", "offline-fast"]])

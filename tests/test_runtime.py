@@ -201,7 +201,7 @@ def test_a_bad_request_is_refused_and_harms_nobody(model, prompts, requests, exp
 
 
 @pytest.mark.parametrize(
-    "size", ["rows", "max_tokens", "max_frames", "page_size", "frames_per_launch", "max_in_flight"]
+    "size", ["rows", "max_tokens", "max_frames", "page_size", "frames_per_launch", "max_in_flight", "pages"]
 )
 @pytest.mark.parametrize("value", [0, 1.5, True, "4"])
 def test_sizes_that_cannot_be(model, size, value):
@@ -213,7 +213,7 @@ def test_sizes_that_cannot_be(model, size, value):
 def test_parts_that_do_not_fit(model):
     with pytest.raises(ValueError, match="`rows` must be at most 128, got 129"):
         make(model, rows=129)
-    with pytest.raises(UserError, match="`model` must be in float32 or bfloat16, got torch.float16"):
+    with pytest.raises(UserError, match="`model` must be in float32 or bfloat16, got torch"):
         make(MossTTS.on_meta(model.config).half())
     codec = Codec.from_pretrained(GOLDEN / "codec")
     narrow = dataclasses.replace(model.config, audio_vocab_size=32)

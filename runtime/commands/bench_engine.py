@@ -1,6 +1,7 @@
 """`moss-tts bench-engine`: what clients of the engine see under load."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -46,28 +47,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    device, dtype = device_and_dtype(args)
     base = EngineConfig.from_mode(args.mode) if args.config is None else EngineConfig.from_toml(args.config)
     config = for_load(base, max(args.concurrency))
-    if args.model is None:
-        if args.codec is not None:
-            raise UserError("--codec goes with --model")
-        engine = random_engine(args.size, config, device=device, dtype=dtype, encoder=args.clone)
-        engine.warm_up()
-    else:
-        model = checkpoint_directory(args.model)
-        engine = load_engine(config, model, codec_directory(args.codec, model), device=device, dtype=dtype)
-    with engine:
+    # A file that cannot be written is found before anything is measured.
+    with (
+        contextlib.nullcontext() if args.json is None else replacing(args.json) as path,
+        _engine(args, config) as engine,
+    ):
         reports = []
         for concurrency in args.concurrency:
             requests = Workload(engine, clone=args.clone)
             times = {"warm_s": args.warm_seconds, "window_s": args.seconds}
             reports.append(measure(engine, requests, concurrency=concurrency, **times))
             _print(reports[-1], engine)
-        if args.json is not None:
+        if path is not None:
             figures = {"loads": [report.summary() for report in reports], "engine": engine.snapshot()}
-            with replacing(args.json) as path:
-                path.write_text(json.dumps(figures, indent=1) + "\n")
+            path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _engine(args: argparse.Namespace, config: EngineConfig) -> Engine:
+    """With random weights, or those of a checkpoint; warm."""
+    device, dtype = device_and_dtype(args)
+    if args.model is not None:
+        model = checkpoint_directory(args.model)
+        return load_engine(config, model, codec_directory(args.codec, model), device=device, dtype=dtype)
+    if args.codec is not None:
+        raise UserError("--codec goes with --model")
+    engine = random_engine(args.size, config, device=device, dtype=dtype, encoder=args.clone)
+    engine.warm_up()
+    return engine
 
 
 class Workload:
@@ -119,7 +127,13 @@ def random_prompt(config: ModelConfig, tokens: int, generator: torch.Generator) 
 
 
 def for_load(config: EngineConfig, concurrency: int) -> EngineConfig:
-    """Settings with a row for each client and just enough tokens for the workload."""
+    """Settings with a row for each client and just enough tokens for the workload.
+
+    Raises:
+        UserError: some clients would get errors for audio.
+    """
+    if config.slot_policy == "reject" and config.codec_slots is not None and config.codec_slots < concurrency:
+        raise UserError(f"{concurrency} clients need as many `codec_slots`, or a `slot_policy` other than reject")
     clip = int(CLIP_SECONDS * 12.5) + 1
     sizes = {"rows": concurrency, "max_tokens": PROMPT_TOKENS + clip + FRAMES[1], "max_frames": FRAMES[1]}
     return dataclasses.replace(config, max_waiting=max(config.max_waiting, concurrency), **sizes)
