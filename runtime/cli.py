@@ -17,6 +17,7 @@ COMMANDS = {
     "decode": "turn codes into audio",
     "inspect": "show what a checkpoint holds, check it, and say how much memory it needs",
     "verify": "run every operation and graph of a checkpoint against the reference on this machine",
+    "profile": "show where the time of a stage goes, by kernel, and write a trace",
     "bench-engine": "measure how many clients the engine serves, and how fast",
     "init-demo": "write a small checkpoint with random weights, to try the program",
 }

@@ -1,13 +1,14 @@
 """Profiler ranges (NVTX): all names, and how one is opened."""
 
 import enum
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
 
 _DOMAIN = "moss"
+_for_torch = False
 
 
 class Range(enum.StrEnum):
@@ -21,11 +22,23 @@ class Range(enum.StrEnum):
     LOCAL_FRAME = "moss/local_frame"
     BOOKKEEPING = "moss/bookkeeping"
     CODEC_CHUNK = "moss/codec_chunk"
+    ENGINE = "moss/engine"
 
 
 def annotate(name: Range) -> AbstractContextManager:
     """A context that a profiler shows as a range of the calling thread. Without CUDA it does nothing."""
-    return _opener()(name.value)
+    return (torch.profiler.record_function if _for_torch else _opener())(name.value)
+
+
+@contextmanager
+def torch_ranges() -> Iterator[None]:
+    """Ranges of all threads are those of the torch profiler inside, on any device, in place of NVTX's."""
+    global _for_torch
+    _for_torch = True
+    try:
+        yield
+    finally:
+        _for_torch = False
 
 
 @cache

@@ -1,0 +1,227 @@
+"""`moss-tts profile`: where the time of a stage goes."""
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterator
+
+import torch
+
+from moss_kernels import SamplingParams
+from moss_runtime.commands.bench_engine import SIZES, Workload, for_load, random_engine
+from moss_runtime.commands.common import add_checkpoint_arguments, add_device_arguments, device_and_dtype, positive
+from moss_runtime.engine import EngineConfig, load_engine
+from moss_runtime.errors import UserError
+from moss_runtime.files import replacing
+from moss_runtime.graphs import CodecChunk
+from moss_runtime.graphs.capture import BUCKETS
+from moss_runtime.graphs.prefill import LENGTHS, cut
+from moss_runtime.graphs.runtime import Runtime
+from moss_runtime.hub import checkpoint_directory, codec_directory
+from moss_runtime.model.codec import Codec
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe import Range, annotate, torch_ranges
+from moss_runtime.observe.timeline import Timeline, device_spans
+from moss_runtime.optional import require
+from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
+
+WARM_UPS = 3
+REQUEST_FRAMES = 8
+
+Pass = Callable[[], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", choices=STAGES, help="what to run")
+    parser.add_argument("--rows", type=positive, default=1, help="requests at a time (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=positive, default=150, help="context of a frame, or length of a prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--frames", type=positive, help=f"of a codec chunk (default: 1), or of an engine's request ({REQUEST_FRAMES})"
+    )
+    parser.add_argument("--passes", type=positive, default=10, help="how often it runs (default: %(default)s)")
+    parser.add_argument("--top", type=positive, default=20, help="lines of the table (default: %(default)s)")
+    parser.add_argument("-o", "--output", metavar="JSON", help="Chrome trace to write (default: moss-STAGE.trace.json)")
+    parser.add_argument(
+        "--ranges-only", action="store_true", help="run it under NVTX for another profiler; prints and writes nothing"
+    )
+    parser.add_argument("--size", choices=SIZES, default="full", help="of the random model, without --model")
+    add_checkpoint_arguments(parser, model_required=False)
+    add_device_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    require("rich", "profile")
+    from rich.console import Console
+
+    device, dtype = device_and_dtype(args)
+    if args.rows > BUCKETS[-1]:
+        raise UserError(f"--rows must be at most {BUCKETS[-1]}, got {args.rows}")
+    if args.model is None and args.codec is not None and args.stage != "codec":
+        raise UserError("--codec goes with --model")
+    if args.ranges_only and device.type != "cuda":
+        raise UserError("--ranges-only needs a CUDA device: elsewhere there are no NVTX ranges")
+    with torch.no_grad(), STAGES[args.stage](args, device, dtype) as one_pass:
+        for _ in range(WARM_UPS):
+            one_pass()
+        _synchronize(device)
+        if args.ranges_only:
+            torch.cuda.profiler.start()
+            _passes(one_pass, args.passes, device)
+            torch.cuda.profiler.stop()
+            return
+        profile = _profiled(one_pass, args.passes, device)
+    output = args.output or f"moss-{args.stage}.trace.json"
+    with replacing(output) as path:
+        profile.export_chrome_trace(str(path))
+    timeline = Timeline.of(device_spans(profile, device))
+    print(f"{args.stage}, {args.rows} rows, {args.passes} passes on {device}, {dtype}: {timeline.summary()}")
+    console = Console()
+    # What is piped to a file is not cut at 80 columns.
+    console.width = console.width if console.is_terminal else 160
+    console.print(timeline.table(args.top, "kernel" if device.type == "cuda" else "operator"))
+    print(f"trace: {output} (chrome://tracing or ui.perfetto.dev)")
+    print(f"the same ranges in Nsight Systems: {nsys_command(args)}")
+
+
+def nsys_command(args: argparse.Namespace) -> str:
+    """The command line that profiles the same passes with Nsight Systems."""
+    words = ["nsys", "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"]
+    words += ["--capture-range-end=stop", f"--output=moss-{args.stage}", "moss-tts", "profile", args.stage]
+    for name in ("rows", "tokens", "frames", "passes", "size", "model", "codec", "device", "dtype"):
+        value = None if name == "size" and args.model is not None else getattr(args, name)
+        # Without a GPU at hand the line is for a machine that has one.
+        if value is not None and (name, value) != ("device", "cpu"):
+            words += [f"--{name}", str(value)]
+    return shlex.join([*words, "--ranges-only"])
+
+
+def _profiled(one_pass: Pass, count: int, device: torch.device) -> torch.profiler.profile:
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CPU, *([activity.CUDA] if device.type == "cuda" else [])]
+    # The engine works in threads of its own.
+    threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch_ranges(), torch.profiler.profile(activities=activities, experimental_config=threads) as profile:
+        _passes(one_pass, count, device)
+    return profile
+
+
+def _passes(one_pass: Pass, count: int, device: torch.device) -> None:
+    for _ in range(count):
+        one_pass()
+    _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _model(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> MossTTS:
+    if args.model is None:
+        return random_model(args.size, device=device, dtype=dtype)
+    return MossTTS.from_pretrained(checkpoint_directory(args.model), dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+    """A frame of every row, at a context of `--tokens`."""
+    frames = WARM_UPS + args.passes
+    model = _model(args, device, dtype)
+    runtime = Runtime(model, rows=args.rows, max_tokens=args.tokens + frames, max_frames=frames)
+    runtime.warm_up(prefill=False)
+    pool, kv, graphs = runtime.pool, runtime.kv, runtime.frame.graphs
+    with torch.cuda.stream(graphs.stream):
+        kv.key_pages[:, :-1].normal_(std=1.5)
+        kv.value_pages[:, :-1].normal_()
+        pool.staging.normal_()
+        for row in range(args.rows):
+            pool.acquire(row, SamplingParams(), seed=row, max_frames=frames, position=args.tokens)
+            kv.reserve(row, args.tokens + frames)
+
+    def one_pass() -> None:
+        with torch.cuda.stream(graphs.stream):
+            pool.finished[: args.rows].zero_()  # a row that has drawn "stop" goes on
+            with annotate(Range.FRAME):
+                runtime.frame.launch(range(args.rows))
+
+    yield one_pass
+
+
+@contextlib.contextmanager
+def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+    """Prompts of `--tokens` rows, all at once."""
+    if not 1 < args.tokens <= LENGTHS[-1]:
+        raise UserError(f"--tokens must be in 2..{LENGTHS[-1]} here, got {args.tokens}")
+    model = _model(args, device, dtype)
+    runtime = Runtime(model, rows=args.rows, max_tokens=args.tokens, max_frames=1)
+    prefill = runtime.prefill
+    with torch.cuda.stream(prefill.graphs.stream):
+        for row in range(args.rows):
+            runtime.kv.reserve(row, args.tokens)
+        prefill.warm_up()
+    prompts = random_prompts(model, [args.tokens] * args.rows)
+    pieces = [cut(row, prompt, prefill.lengths)[0] for row, prompt in enumerate(prompts)]
+
+    def one_pass() -> None:
+        waiting = pieces
+        with torch.cuda.stream(prefill.graphs.stream):
+            while waiting:
+                batch = prefill.next_pass(waiting)
+                waiting = waiting[len(batch) :]
+                with annotate(Range.PREFILL):
+                    prefill.run(batch)
+
+    yield one_pass
+
+
+@contextlib.contextmanager
+def _codec(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+    """A chunk of `--frames` frames of every stream."""
+    if args.model is None and args.codec is None:
+        codec = random_codec(codec_config(args.size), device=device, dtype=dtype)
+    else:
+        directory = None if args.model is None else checkpoint_directory(args.model)
+        codec = Codec.from_pretrained(codec_directory(args.codec, directory), dtype=dtype, device=device)
+    frames, config = args.frames or 1, codec.config
+    chunk = CodecChunk(codec, args.rows, max_batch=args.rows, frames=(frames,))
+    chunk.capture([args.rows])
+    codes = torch.randint(config.codebook_size, (args.rows, frames, config.codebooks), device=device)
+    slots = torch.arange(args.rows, dtype=torch.int32, device=device)
+    valid = torch.full_like(slots, frames)
+    out = torch.empty(args.rows, config.channels, frames * config.samples_per_frame, device=device)
+
+    def one_pass() -> None:
+        with annotate(Range.CODEC_CHUNK):
+            chunk(codes, slots, valid, out)
+
+    yield one_pass
+
+
+@contextlib.contextmanager
+def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+    """A request of every client, from its beginning to its end."""
+    config = for_load(EngineConfig(), args.rows)
+    if args.model is None:
+        engine = random_engine(args.size, config, device=device, dtype=dtype)
+        engine.warm_up()
+    else:
+        model = checkpoint_directory(args.model)
+        engine = load_engine(config, model, codec_directory(args.codec, model), device=device, dtype=dtype)
+    with engine:
+        workload, frames = Workload(engine), args.frames or REQUEST_FRAMES
+        requests = [dataclasses.replace(workload(index), max_frames=frames) for index in range(args.rows)]
+
+        def one_pass() -> None:
+            with annotate(Range.ENGINE):
+                handles = [engine.submit(request) for request in requests]
+                failed = [error for handle in handles if (error := handle.result().error) is not None]
+            if failed:
+                raise UserError(f"a request failed: {failed[0]}")
+
+        yield one_pass
+
+
+STAGES = {"frame": _frame, "prefill": _prefill, "codec": _codec, "engine": _engine}
