@@ -21,7 +21,7 @@ from moss_runtime.engine import (
     Request,
 )
 from moss_runtime.engine.transport import HostCopy, InProcess
-from moss_runtime.errors import CheckpointError, PromptError, UserError
+from moss_runtime.errors import AudioError, CheckpointError, PromptError, UserError
 from moss_runtime.model import MossTTS
 from moss_runtime.model.codec import Codec
 
@@ -260,6 +260,23 @@ def test_a_bad_request_fails_alone(model, codec, requests, expected):
         with pytest.raises(UserError, match="needs an engine with a PromptBuilder"):
             engine.submit(Request("hello"))
         assert_empty(engine)
+
+
+def test_a_bad_reference_is_named_as_the_request_has_it(model, codec):
+    class Prompts:
+        def build(self, text, *, references):
+            return make_prompts()[0]
+
+    good, nan = torch.zeros(2, 80), torch.full((2, 80), torch.nan)
+    config = EngineConfig.from_mode("offline-fast", rows=1, max_tokens=64, max_frames=2)
+    with Engine(config, model, codec, Prompts()) as engine:
+        for clips, message in (
+            ([good, nan], r"references\[1\] holds NaN"),
+            ([good, good, good[:1]], r"references\[2\] must be \[2, samples\], got \[1, 80\]"),
+        ):
+            with pytest.raises(AudioError, match=message):
+                list(engine.submit(Request("hello", references=clips)))
+        assert engine.submit(Request("hello", references=[good, good])).result(20).error is None
 
 
 def test_a_prompt_may_change_after_submit(model, codec, requests, expected):

@@ -217,6 +217,9 @@ class Engine:
     def _encode(self, job: Job) -> None:
         """Ask for the codes of a request's references; the last of them makes its prompt."""
         try:
+            # The cache knows a clip, not whose it is and which.
+            for index, clip in enumerate(job.request.references):
+                self.stage.codec.check_clip(f"references[{index}]", clip)
             futures = [self.references.get(clip) for clip in job.request.references]
         except Exception as error:
             self._fail(job, error)

@@ -86,7 +86,7 @@ class Codec(nn.Module):
             AudioError: a clip has the wrong shape, no samples, or samples or features that are not finite.
         """
         for index, clip in enumerate(clips):
-            self._check_clip(index, clip)
+            self.check_clip(f"clip {index}", clip)
         return [self._encode_clip(clip) for clip in clips]
 
     def encode_padded(self, audio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -169,14 +169,15 @@ class Codec(nn.Module):
         codes = self.encode_padded(clip[None], torch.tensor([samples]))
         return codes[0, : samples // self.config.samples_per_frame]
 
-    def _check_clip(self, index: int, clip: torch.Tensor) -> None:
+    def check_clip(self, name: str, clip: torch.Tensor) -> None:
+        """Raise TypeError or AudioError, with the clip's name, if `encode` would not take it."""
         if not isinstance(clip, torch.Tensor):
-            raise TypeError(f"clip {index} must be a tensor, got {type(clip).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {type(clip).__name__}")
         if clip.dim() != 2 or clip.shape[0] != self.config.channels:
-            raise AudioError(f"clip {index} must be [{self.config.channels}, samples], got {list(clip.shape)}")
+            raise AudioError(f"{name} must be [{self.config.channels}, samples], got {list(clip.shape)}")
         if clip.shape[1] == 0:
-            raise AudioError(f"clip {index} has no samples")
+            raise AudioError(f"{name} has no samples")
         if not clip.is_floating_point():
-            raise AudioError(f"clip {index} must be floating point, got {clip.dtype}")
+            raise AudioError(f"{name} must be floating point, got {clip.dtype}")
         if not clip.isfinite().all():
-            raise AudioError(f"clip {index} holds NaN or infinite samples")
+            raise AudioError(f"{name} holds NaN or infinite samples")
