@@ -4,14 +4,19 @@ import contextlib
 import dataclasses
 import math
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moss_kernels import _library, silu_gate
+from moss_kernels import _library, sample_codebook, silu_gate
+from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
-from moss_runtime.verify import Result, Results, ops
+from moss_runtime.model.tts import MossTTS
+from moss_runtime.observe import FallbackReason
+from moss_runtime.verify import Result, Results, checks, ops
 from moss_runtime.verify.results import compare
 
 ALL_OPS = {name.removeprefix("moss::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("moss::")}
@@ -95,8 +100,6 @@ def test_draws_that_differ_fail(demo, capsys, monkeypatch):
 
 
 def test_streams_of_a_wrong_length_fail(demo, capsys, monkeypatch):
-    from moss_runtime.verify import checks
-
     speak = checks._speak
 
     def shortened(runtime, prompts):
@@ -179,6 +182,51 @@ def test_bound_is_twice_the_error_of_eager():
     assert compare(torch.tensor([1.0, math.nan, math.nan]), exact, eager, torch.float32)["error"] == math.inf
     empty = torch.empty(0)
     assert compare(empty, empty.double(), empty, torch.float32) == {"error": 0.0, "bound": 0.0}
+
+
+class Decoder:
+    """Stands in for the kernel of a frame: the logits of the reference, and what the sampler draws of them."""
+
+    def __init__(self, model, *, sign: float = 1.0, shift: int = 0):
+        self.model, self.sign, self.shift = model, sign, shift
+
+    def decode(self, hidden, state, row_map, active, *, teacher_codes, codes, audio_logits, **others):
+        weights = self.model.frame_weights()
+        frame = local_frame_decode_reference(hidden, weights, None, None, active, teacher_codes=teacher_codes)
+        audio_logits.copy_(self.sign * frame.audio_logits)
+        parameters = (state.temperature, state.top_k, state.top_p, state.repetition_penalty, state.seed, state.frame)
+        for book in range(codes.shape[1]):
+            code, status = torch.empty_like(codes[:, 0]), torch.zeros(len(codes), dtype=torch.int32)
+            numbers = (book + 1, book, weights.audio_pad_token_id)
+            draw = (audio_logits[:, book].contiguous(), row_map, active, *parameters, state.seen, *numbers)
+            sample_codebook(*draw, code, status)
+            codes[:, book] = (code + self.shift) % audio_logits.shape[2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "equal"), [({}, False, True), ({"sign": -1.0}, True, True), ({"shift": 1}, False, False)]
+)
+def test_the_kernel_of_a_frame(demo, fault, error, equal):
+    """Its logits are compared with the reference, its codes with what the sampler draws of its own logits."""
+    model = MossTTS.from_pretrained(demo)
+    runtime = SimpleNamespace(model=model, frame=SimpleNamespace(decoder=Decoder(model, **fault)))
+    results = Results()
+    with torch.no_grad():
+        checks._check_local_frame(runtime, torch.randn(2, model.config.backbone.hidden_size), results)
+    (result,) = results
+    assert (result.error > result.bound, result.equal == result.codes) == (error, equal)
+    assert result.codes == 2 * model.config.n_vq and result.passed == (not fault)
+
+
+@pytest.mark.parametrize(("replays", "failed", "passed"), [(3, 0, True), (0, 0, False), (3, 1, False)])
+def test_work_that_no_graph_did_shows(replays, failed, passed):
+    used = SimpleNamespace(replays=5, fallbacks=Counter({"not_captured": 4}))
+    graphs = SimpleNamespace(replays=replays, fallbacks=Counter({FallbackReason.CAPTURE_FAILED: failed}))
+    chunk = SimpleNamespace(chunk=used)
+    runtime = SimpleNamespace(frame=SimpleNamespace(graphs=used), prefill=SimpleNamespace(graphs=graphs), feed=chunk)
+    results = Results()
+    checks._check_replays(runtime, results)
+    assert [result.passed for result in results] == [True, passed, True]
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_kernels.sample_codebook import sample_codebook_reference
-from moss_kernels.testing.local_frame import LocalFrameOutputs
+from moss_kernels.testing.local_frame import LocalFrameOutputs, clone_state
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
@@ -170,7 +170,7 @@ def _check_local_frame(runtime: Runtime, hidden: Tensor, results: Results) -> No
     row_map = torch.arange(batch, dtype=torch.int32, device=hidden.device)
     active = torch.ones(batch, dtype=torch.bool, device=hidden.device)
     outputs = LocalFrameOutputs.allocate(weights, batch)
-    before = SamplingState(**{name: tensor.cpu() for name, tensor in vars(state).items()})
+    before = clone_state(state, "cpu")
     decoder.decode(hidden, state, row_map, active, teacher_codes=teacher, **outputs.arguments())
     exact, eager = (
         local_frame_decode_reference(
