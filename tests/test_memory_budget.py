@@ -10,12 +10,14 @@ import torch
 from rich.console import Console
 
 from moss_kernels.local_frame_decode import cuda_kernel
+from moss_runtime.engine import Engine, EngineConfig, loading
 from moss_runtime.errors import UserError
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.state.budget import PARTS, MemoryBudget, MemoryBudgetError
+from moss_runtime.state.codec_slots import CodecSlots
 from moss_runtime.state.kv_cache import PagedKV
 
 MANIFESTS = Path(__file__).parent / "manifests"
@@ -145,6 +147,40 @@ def test_error_says_what_frees_how_much(full_size):
     assert "pages" not in message.split(". ", 1)[1]
     # What did not fit did not change anything.
     assert budget.options["pages"] == 64 * 32
+
+
+def test_what_just_fits_fits_and_one_byte_less_does_not(small):
+    budget = MemoryBudget(*small, dtype=torch.float32, device="cpu", **OPTIONS)
+    assert budget.fit(budget.least) == 3 and budget.total == budget.least
+    with pytest.raises(MemoryBudgetError, match=": 1 B too much"):
+        budget.fit(budget.least - 1)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_plan_of_an_engine_counts_its_own_codec_slots(golden, small, slots):
+    config = EngineConfig.from_mode("streaming-balanced", codec_slots=slots, **OPTIONS)
+    options = OPTIONS | {"chunks": config.chunk_lengths, "codec_slots": slots}
+    planned = MemoryBudget(*small, dtype=torch.float32, device="cpu", **options).planned
+    weights = (
+        MossTTS.from_pretrained(golden("local_hd16").directory),
+        Codec.from_pretrained(golden("codec").directory),
+    )
+    with Engine(config, *weights) as engine:
+        chunk = engine.stage.chunk
+        size = CodecSlots.size_in_bytes([stage.config for stage in chunk.stages], slots, torch.float32)
+        assert planned["codec state"] == size
+        without = MemoryBudget(small[0], None, dtype=torch.float32, device="cpu", **OPTIONS).planned
+        assert planned["graph buffers"] - without["graph buffers"] >= chunk.buffers.size_in_bytes
+
+
+def test_an_engine_with_few_codec_slots_fits_where_one_with_many_does_not(small, monkeypatch):
+    few, many = (EngineConfig.from_mode("streaming-balanced", codec_slots=slots, **OPTIONS) for slots in (1, 5))
+    options = OPTIONS | {"chunks": few.chunk_lengths, "codec_slots": 1, "dtype": torch.bfloat16}
+    monkeypatch.setattr(loading, "free_memory", lambda _: MemoryBudget(*small, **options).least)
+    device = torch.device("cuda")
+    assert loading.fitted(few, *small, device, torch.bfloat16).pages == 3
+    with pytest.raises(MemoryBudgetError):
+        loading.fitted(many, *small, device, torch.bfloat16)
 
 
 def test_pages_asked_for_are_not_reduced(small):

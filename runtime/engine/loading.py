@@ -67,5 +67,5 @@ def fitted(
     """
     options = {"rows": config.rows, "max_tokens": config.max_tokens, "max_frames": config.max_frames}
     options |= {"pages": config.pages, "chunks": config.chunk_lengths, "graphs": config.graphs}
-    budget = MemoryBudget(model, codec, dtype=dtype, device=device, **options)
+    budget = MemoryBudget(model, codec, dtype=dtype, device=device, codec_slots=config.slots, **options)
     return dataclasses.replace(config, pages=budget.fit(free_memory(device)))

@@ -288,7 +288,7 @@ class Runtime:
 
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"Runtime: `{name}` must be a positive integer, got {size!r}")
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
+            raise ValueError(f"Runtime: `{name}` must be a positive integer below 2^31, got {size!r}")
     if sizes["rows"] > BUCKETS[-1]:
         raise ValueError(f"Runtime: `rows` must be at most {BUCKETS[-1]}, got {sizes['rows']}")

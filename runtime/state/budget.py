@@ -9,6 +9,7 @@ from torch import nn
 from moss_kernels import _library
 from moss_kernels.local_frame_decode import cuda_kernel
 from moss_runtime.errors import UserError
+from moss_runtime.graphs.audio_feed import CHUNKS, AudioFeed
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
@@ -58,6 +59,7 @@ class MemoryBudget:
         dtype: torch.dtype,
         device: torch.device | str = "cuda",
         head_room: int = HEAD_ROOM,
+        codec_slots: int | None = None,
         **options: Any,
     ):
         """Plans a runtime.
@@ -68,12 +70,14 @@ class MemoryBudget:
             dtype: of weights and state.
             device: where it will run; graphs and their pools are on CUDA only.
             head_room: bytes that stay free, for library workspaces and whatever else allocates.
+            codec_slots: streams that the codec holds at a time; None: one for each row.
             options: keyword arguments of `Runtime`; without `pages` there are enough for all rows at `max_tokens`, and
                 `fit` may take fewer.
         """
         self._arguments = {"config": config, "codec": codec, "dtype": dtype, "device": device, "head_room": head_room}
+        self._arguments["codec_slots"] = codec_slots
         self._pages_are_given = options.get("pages") is not None
-        runtime = _on_meta(config, codec, dtype, options)
+        runtime = _on_meta(config, codec, dtype, codec_slots, options)
         self._kv, self._feed = runtime.kv, runtime.feed
         self.options = options | {"pages": runtime.kv.pages, "prefill_tokens": runtime.prefill.max_tokens}
         self.planned = _tensor_bytes(runtime)
@@ -170,11 +174,22 @@ class MemoryBudget:
 
 
 def _on_meta(
-    config: ModelConfig, codec_config: CodecConfig | None, dtype: torch.dtype, options: Mapping[str, Any]
+    config: ModelConfig,
+    codec_config: CodecConfig | None,
+    dtype: torch.dtype,
+    codec_slots: int | None,
+    options: Mapping[str, Any],
 ) -> Runtime:
     """The runtime without memory."""
     codec = None if codec_config is None else Codec.on_meta(codec_config, dtype)
-    return Runtime(MossTTS.on_meta(config).to(dtype), codec, **options)
+    model = MossTTS.on_meta(config).to(dtype)
+    if codec is None or codec_slots is None:
+        return Runtime(model, codec, **options)
+    options = dict(options)
+    chunks = options.pop("chunks", CHUNKS)
+    runtime = Runtime(model, **options)
+    runtime.feed = AudioFeed(codec, streams=min(codec_slots, runtime.kv.rows), chunks=chunks)
+    return runtime
 
 
 def _tensor_bytes(runtime: Runtime) -> dict[str, int]:
@@ -244,4 +259,6 @@ def _pool_bytes(config: ModelConfig, runtime: Runtime, device: torch.device, gra
 
 
 def _size(size: int) -> str:
+    if 0 < size < 2**20 / 100:
+        return f"{size} B"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
