@@ -56,6 +56,10 @@ def test_the_default_is_the_balanced_mode():
         ({"largest_chunk": 4}, "`largest_chunk` must be at least the last size of `chunk_ramp`, 8, got 4"),
         ({"chunk_ramp": [8], "max_frames": 8}, "`stream` needs a first chunk below `max_frames`, 8"),
         ({"frames_per_launch": 4}, "first chunk of 1 frames needs `frames_per_launch` of at most that, got 4"),
+        (
+            {"stream": False, "chunk_ramp": [8], "frames_per_launch": 9, "max_frames": 8},
+            "`frames_per_launch` must be at most `max_frames`, 8, got 9",
+        ),
         ({"stream": False}, "without `stream` there is no early chunk"),
         ({"max_tokens": 4096}, "`max_frames` must be below `max_tokens`, 4096"),
         ({"codec_slots": 65}, "`codec_slots` must be at most `rows`, 64"),

@@ -135,6 +135,10 @@ class EngineConfig:
             f"{self.frames_per_launch}",
         )
         yield (
+            self.frames_per_launch > self.max_frames,
+            f"`frames_per_launch` must be at most `max_frames`, {self.max_frames}, got {self.frames_per_launch}",
+        )
+        yield (
             not self.stream and len(self.chunk_ramp) > 1,
             f"without `stream` there is no early chunk: `chunk_ramp` must be one size, got {list(self.chunk_ramp)}",
         )
