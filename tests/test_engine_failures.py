@@ -170,6 +170,17 @@ def test_drain_and_close(endless, codec):
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e30, "5"])
+def test_timeouts_that_are_none(endless, codec, timeout):
+    """A condition waits for NaN seconds by looking again and again, so that nobody else gets on."""
+    with make(endless, codec, rows=1) as engine:
+        handle = engine.submit(Request(prompt=make_prompts()[0], params=ENDLESS))
+        for wait in (handle.result, engine.drain):
+            with pytest.raises(ValueError, match="`timeout` must be None or a number of seconds"):
+                wait(timeout)
+        assert handle.result(20).finish_reason == "length"
+
+
 def test_a_fault_of_the_engine_itself_leaves_nobody_waiting(endless, codec, monkeypatch):
     engine = make(endless, codec)
     monkeypatch.setattr(engine._scheduler, "_hold_back", lambda: 1 / 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moss_runtime.engine.codec_stage import CodecStage
 from moss_runtime.engine.config import EngineConfig
-from moss_runtime.engine.handle import Channel, Handle
+from moss_runtime.engine.handle import Channel, Handle, check_timeout
 from moss_runtime.engine.jobs import Job
 from moss_runtime.engine.output import Output
 from moss_runtime.engine.references import ReferenceCache, codec_identity, encoder
@@ -175,7 +175,9 @@ class Engine:
 
         Raises:
             TimeoutError: some have not ended by then; nothing is accepted all the same.
+            ValueError: the timeout is no number of seconds; nothing has changed.
         """
+        check_timeout(timeout)
         with self._changed:
             self._draining = True
             if not self._changed.wait_for(lambda: not self._open, timeout):

@@ -9,6 +9,15 @@ from collections.abc import Callable
 from moss_runtime.engine.request import AudioChunk, Request, Result
 
 
+def check_timeout(timeout: float | None) -> None:
+    """Raise ValueError for what a condition would wait for without an end, or not at all: NaN, infinity, no number."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, (int, float)) or not timeout <= threading.TIMEOUT_MAX:
+        most = int(threading.TIMEOUT_MAX)
+        raise ValueError(f"`timeout` must be None or a number of seconds, at most {most}, got {timeout!r}")
+
+
 class Channel:
     """What the engine and the reader of one request share.
 
@@ -106,7 +115,9 @@ class Handle:
 
         Raises:
             TimeoutError: it has not ended by then.
+            ValueError: the timeout is no number of seconds.
         """
+        check_timeout(timeout)
         channel = self._channel
         channel.unbounded = True
         channel.on_change()
