@@ -65,10 +65,6 @@ class FrameBuffers:
             report=zeros(3 * batch, dtype=torch.int32),
         )
 
-    @property
-    def size_in_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in vars(self).values())
-
 
 class FrameGraph:
     """Frames of many requests: one launch makes one frame, or n frames, for every row that it is given.
