@@ -43,9 +43,10 @@ def full_budget(full_size, **changes) -> MemoryBudget:
 
 
 def storages() -> dict[int, int]:
-    """Bytes of all storages that live Python tensors have, but for meta tensors."""
+    """Bytes of all storages that live Python tensors have, but for meta and sparse tensors (of other tests)."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.device.type != "meta"]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in tensors if x.device.type != "meta" and x.layout == torch.strided]
     return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 
 
