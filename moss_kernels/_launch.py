@@ -4,9 +4,12 @@ import os
 
 import torch
 
-_SWITCH = {"0": False, "1": True}
+_SWITCH = {"": None, "0": False, "1": True}
+_value = os.environ.get("MOSS_DEPENDENT_LAUNCH", "")
+if _value not in _SWITCH:
+    raise ValueError(f"MOSS_DEPENDENT_LAUNCH must be 0 or 1, or not set, got {_value!r}")
 # For all ops; None leaves it to each. Read by each launch, so that tests and benchmarks can set it.
-enabled = _SWITCH.get(os.environ.get("MOSS_DEPENDENT_LAUNCH", ""))
+enabled = _SWITCH[_value]
 
 
 def dependent_launch(device: torch.device, *, default: bool = False) -> bool:

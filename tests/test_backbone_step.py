@@ -128,12 +128,8 @@ def test_the_module_computes_the_same_in_the_same_memory():
             assert linear.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
-def test_sizes():
+def test_batches_that_do_not_fit_are_refused():
     step = BackboneStep(make_backbone(TINY), max_batch=3)
-    buffers = step.buffers
-    scratch = (buffers.attention.partials, buffers.attention.arrived)
-    tensors = (*(x for x in vars(buffers).values() if torch.is_tensor(x)), *scratch, step.cos_sin)
-    assert step.size_in_bytes == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     kv = PagedInputs.make([(3, True)] * 4, kv_heads=2, head_dim=32, page_size=PAGE_SIZE, layers=3)
     with pytest.raises(ValueError, match="`embeds` must have at most 3 rows, got 4"):
         step.step(torch.zeros(4, 64), kv, kv.positions, kv.row_map, kv.active)

@@ -1,7 +1,10 @@
 """Kernels that may start early wait before they touch what another kernel writes, in the compiled code too."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -81,3 +84,9 @@ def test_the_switch_overrides_an_op_and_needs_a_hopper(default):
         mock.patch.object(_launch, "enabled", True),
     ):
         assert not _launch.dependent_launch(device, default=default)
+
+
+def test_another_value_of_the_switch_is_refused():
+    command = [sys.executable, "-c", "import moss_kernels"]
+    run = subprocess.run(command, env=os.environ | {"MOSS_DEPENDENT_LAUNCH": "yes"}, capture_output=True, text=True)
+    assert run.returncode and "MOSS_DEPENDENT_LAUNCH must be 0 or 1, or not set, got 'yes'" in run.stderr

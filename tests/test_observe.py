@@ -89,10 +89,13 @@ def test_ranges_use_nvtx_or_torch_on_cuda(opener, monkeypatch):
 
 
 def test_ranges_do_nothing_on_a_cpu(opener, monkeypatch):
+    opened = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "nvtx", None)
-    with annotate(Range.PREFILL):
-        pass
+    monkeypatch.setattr(torch.cuda.nvtx, "range", opened.append)
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=lambda *names: opened.append(names)))
+    with annotate(Range.PREFILL) as inside:
+        assert inside is None
+    assert opened == []
 
 
 class FakeEvent:

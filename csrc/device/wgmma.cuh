@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address, uint32_t
   return (address & 0x3FFFF) >> 4 | (k_stride >> 4) << 16;
 }
 
-// Changes the number of registers of each thread of the warpgroup. All blocks' threads start with the launch's number.
+// Change the number of registers that each thread of the warpgroup has; at first it is that of the compiled kernel.
 template <int COUNT>
 __device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -99,11 +99,6 @@ class StepBuffers:
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.attention = AttentionScratch.allocate(max_batch, *heads, weight.device)
 
-    @property
-    def size_in_bytes(self) -> int:
-        tensors = [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
-        return sum(tensor.nbytes for tensor in (*tensors, *vars(self.attention).values()))
-
 
 class BackboneStep:
     """The backbone for one new token of each row, in the ops of `moss_kernels`, without an allocation.
@@ -129,11 +124,6 @@ class BackboneStep:
         positions = torch.arange(config.max_position_embeddings, device=weight.device)[None]
         tables = rope_tables(positions, config.head_dim, config.rope_theta, weight.dtype)
         self.cos_sin = torch.cat(tables, -1)[0, 0]
-
-    @property
-    def size_in_bytes(self) -> int:
-        """Device memory besides the weights, which are the module's."""
-        return self.buffers.size_in_bytes + self.cos_sin.nbytes
 
     @torch.no_grad()
     def step(self, embeds: Tensor, kv: Pages, positions: Tensor, row_map: Tensor, active: Tensor) -> Tensor:
