@@ -14,9 +14,8 @@ from moss_kernels import SamplingParams
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
-from moss_runtime.model.codec import Codec
 from moss_runtime.observe import FallbackReason, Metrics
-from moss_runtime.random_weights import random_model, random_prompts
+from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -185,8 +184,8 @@ def test_a_step_of_the_runtime_never_waits(model):
         assert torch.equal(runtime.codes(lease), generation.codes)
 
 
-def test_frame_prefill_and_codec_at_the_same_time_equal_serial_replays(model, golden):
-    codec = Codec.from_pretrained(golden("codec").directory, dtype=torch.bfloat16, device="cuda")
+def test_frame_prefill_and_codec_at_the_same_time_equal_serial_replays(model):
+    codec = random_codec(codec_config("tiny"), device="cuda", dtype=torch.bfloat16)
     codes = torch.randint(codec.config.codebook_size, (4, 6, 12), device="cuda")
     prompts = random_prompts(model, [150, 140, 130, 155], seed=3)
 
@@ -226,7 +225,7 @@ def test_frame_prefill_and_codec_at_the_same_time_equal_serial_replays(model, go
 def test_a_fresh_process_whose_first_act_is_capture():
     script = """
 import torch
-from moss_runtime.random_weights import random_model, random_prompts
+from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
@@ -263,9 +262,9 @@ def test_a_failed_capture_is_logged_and_the_frames_are_made(model, monkeypatch, 
     assert runtime.prefill.graphs.hit_ratio == 1
 
 
-def test_a_steady_run_has_a_hit_ratio_of_one(model, golden):
+def test_a_steady_run_has_a_hit_ratio_of_one(model):
     metrics = Metrics()
-    codec = Codec.from_pretrained(golden("codec").directory, dtype=torch.bfloat16, device="cuda")
+    codec = random_codec(codec_config("tiny"), device="cuda", dtype=torch.bfloat16)
     runtime = make(model, 8, codec=codec, metrics=metrics)
     prompts = random_prompts(model, list(LENGTHS) * 3)
     audio: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(prompts))}
@@ -277,7 +276,7 @@ def test_a_steady_run_has_a_hit_ratio_of_one(model, golden):
     )
     assert metrics.hit_ratio("frame") == metrics.hit_ratio("prefill") == metrics.hit_ratio("codec_chunk") == 1
     for index, generation in enumerate(made):
-        assert sum(part.shape[1] for part in audio[index]) == 8 * len(generation.codes)
+        assert sum(part.shape[1] for part in audio[index]) == codec.config.samples_per_frame * len(generation.codes)
     assert runtime.pool.in_use == 0 and runtime.kv.free_pages == runtime.kv.pages
 
 
