@@ -21,6 +21,7 @@ from bench.plot_engine import plot
 from moss_runtime.commands.bench_engine import FRAMES, PROMPT_TOKENS, RandomPrompts, Workload, for_load
 from moss_runtime.engine import Engine, EngineConfig
 from moss_runtime.engine.load import Load, measure
+from moss_runtime.observe import percentiles
 from moss_runtime.random_weights import codec_config, random_codec, random_model
 
 CONCURRENCY = (1, 4, 16, 64, 128)
@@ -143,7 +144,7 @@ def rows_of(load: Load, engine: Engine, suffix: str, growth_mib: float) -> list[
         "graph_hits": {name: round(graph["hit_ratio"], 4) for name, graph in shot["graphs"].items()},
         "reference_hits": shot["reference_hits"],
         "reference_misses": shot["reference_misses"],
-        "frame_ms_p50": {name: round(times[0], 3) for name, times in shot["frame_ms"].items()},
+        "frame_ms_p50": {name: round(times["p50"], 3) for name, times in shot["frame_ms"].items()},
         "stage_seconds": {name: round(value, 3) for name, value in shot["stage_seconds"].items()},
         "codec_streams_per_call": round(shot["codec_rows"] / calls, 1),
         "codec_padding_frames": shot["codec_padding_frames"],
@@ -164,8 +165,8 @@ def rows_of(load: Load, engine: Engine, suffix: str, growth_mib: float) -> list[
 
 
 def _row(case: str, values: list[float], unit: str) -> dict[str, object]:
-    p20, p50, p80 = numpy.percentile(numpy.array(values), (20, 50, 80)).tolist()
-    return {"case": case, "p20": round(p20, 3), "p50": round(p50, 3), "p80": round(p80, 3), "unit": unit}
+    found = {name: round(value, 3) for name, value in percentiles(values, harness.PERCENTILES).items()}
+    return {"case": case, **found, "unit": unit}
 
 
 def _described(row: dict[str, object], conditions: dict[str, object]) -> dict[str, object]:

@@ -19,7 +19,10 @@ from pathlib import Path
 import torch
 import triton
 
+from moss_runtime.observe import percentiles
+
 RESULTS = Path(__file__).parent / "results"
+PERCENTILES = (20, 50, 80)
 
 # Measured on an H200: bytes read and written per second by a copy, bf16 operations per second of an 8192^3 product.
 COPY_BYTES_PER_SECOND = 4.25e12
@@ -174,19 +177,17 @@ def _time_replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 def _row(case: Case, impl: str, seconds: list[float]) -> dict[str, object]:
-    times = torch.tensor(seconds, dtype=torch.float64) * _UNITS_PER_SECOND[case.unit] / case.repeats
-    p20, p50, p80 = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    scale = _UNITS_PER_SECOND[case.unit] / case.repeats
+    times = percentiles((scale * value for value in seconds), PERCENTILES)
     return {
         "case": case.name,
         "impl": impl,
-        "p20": round(p20, 4),
-        "p50": round(p50, 4),
-        "p80": round(p80, 4),
+        **{name: round(value, 4) for name, value in times.items()},
         "unit": case.unit,
         "bytes": case.bytes,
         "flops": case.flops,
         "floor": round(case.floor, 4),
-        "ratio_to_floor": round(p50 / case.floor, 2),
+        "ratio_to_floor": round(times["p50"] / case.floor, 2),
         **environment(),
         "conditions": {**case.conditions, "repeats_per_graph": case.repeats, "samples": len(seconds)},
     }

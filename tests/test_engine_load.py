@@ -10,7 +10,7 @@ from bench import bench_engine, plot_engine
 from moss_runtime.cli import main
 from moss_runtime.commands.bench_engine import Workload, for_load, random_engine
 from moss_runtime.engine import EngineConfig
-from moss_runtime.engine.load import Load, measure, percentiles
+from moss_runtime.engine.load import Load, measure
 from moss_runtime.model.codec import CodecConfig
 from moss_runtime.random_weights import codec_config
 
@@ -49,8 +49,7 @@ def test_clones_share_half_of_their_clips(monkeypatch):
         assert engine.stats.value("reference_misses") == 2
 
 
-def test_percentiles_of_nothing():
-    assert percentiles([]) == {}
+def test_load_without_requests():
     assert Load(1, 1.0, 12.5).summary()["first_audio_ms"] == {}
     load = Load(1, 2.0, 10.0, frames=[(0.1, 5), (1.9, 10), (2.0, 5)])
     assert load.rates(2) == [0.5, 1.5] and load.audio_seconds == 2
@@ -102,7 +101,7 @@ def test_rows_and_what_is_drawn_of_them(tmp_path):
 
         def snapshot(self):
             graphs = {"frame": {"hit_ratio": 1.0}}
-            stages = {"frame_ms": {"moss/backbone": [2.5]}, "stage_seconds": {"codec": 0.5}}
+            stages = {"frame_ms": {"moss/backbone": {"p50": 2.5}}, "stage_seconds": {"codec": 0.5}}
             counts = {"codec_calls": 4, "codec_rows": 20, "codec_padding_frames": 3}
             counts |= {"reference_hits": 0, "reference_misses": 0, "sampling_rate": 48000, "channels": 2}
             return counts | stages | {"graphs": graphs}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moss_runtime.errors import UserError
-from moss_runtime.observe import FallbackReason, Lap, Metrics, Range, StageTimer, annotate, ranges
+from moss_runtime.observe import FallbackReason, Lap, Metrics, Range, StageTimer, annotate, percentiles, ranges
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -151,7 +151,7 @@ def test_laps_are_read_when_the_device_is_through(events):
     pass_events(events, 10.0, 12.5, 16.0)
     timer.collect()
     timer.collect()
-    assert timer.percentiles((50,)) == {"backbone": [2.5], "local_frame": [3.5]}
+    assert timer.percentiles((50,)) == {"backbone": {"p50": 2.5}, "local_frame": {"p50": 3.5}}
     assert len(timer._samples) == 1 and not timer._watched
 
 
@@ -166,7 +166,7 @@ def test_a_lap_of_two_replays_is_not_read(events):
     assert timer.percentiles() == {}
     pass_events(events, 20.0, 22.0, 23.0)
     timer.collect()
-    assert timer.percentiles((0, 100)) == {"backbone": [2, 2], "local_frame": [1, 1]}
+    assert timer.percentiles((0, 100)) == {"backbone": {"p0": 2, "p100": 2}, "local_frame": {"p0": 1, "p100": 1}}
 
 
 def test_percentiles_on_a_cpu(monkeypatch):
@@ -180,7 +180,14 @@ def test_percentiles_on_a_cpu(monkeypatch):
         lap.end("two")
         timer.watch(lap)
     timer.collect()
-    assert timer.percentiles((0, 50, 100)) == {"one": [1000, 2000, 3000], "two": [2000, 3000, 4000]}
+    one, two = ({"p0": 1000 * least, "p50": 1000 * least + 1000, "p100": 1000 * least + 2000} for least in (1, 2))
+    assert timer.percentiles((0, 50, 100)) == {"one": one, "two": two}
+
+
+def test_percentiles():
+    assert percentiles([], (50,)) == {}
+    assert percentiles([7.0], (20, 99)) == {"p20": 7, "p99": 7}
+    assert percentiles(iter([4.0, 0.0, 1.0]), (0, 25, 50, 75)) == {"p0": 0, "p25": 0.5, "p50": 1, "p75": 2.5}
 
 
 def test_unknown_stage():

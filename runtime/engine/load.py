@@ -4,14 +4,13 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import numpy
 
 from moss_runtime.engine.engine import Engine
 from moss_runtime.engine.handle import Handle
 from moss_runtime.engine.request import FIRST_AUDIO_STAGES, Request
+from moss_runtime.observe import percentiles
 
 PERCENTILES = (20, 50, 80, 95, 99)
 
@@ -65,20 +64,16 @@ class Load:
             "underruns": self.underruns,
         }
         for name in ("first_audio", "gaps", "latency"):
-            numbers[f"{name}_ms"] = percentiles([1e3 * value for value in getattr(self, name)])
-        numbers["rtf"] = percentiles(self.rtf)
+            numbers[f"{name}_ms"] = _rounded(1e3 * value for value in getattr(self, name))
+        numbers["rtf"] = _rounded(self.rtf)
         numbers["stages_ms"] = {
-            name: percentiles([1e3 * value for value in values]).get("p50") for name, values in self.stages.items()
+            name: _rounded(1e3 * value for value in values).get("p50") for name, values in self.stages.items()
         }
         return numbers
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
-    """Of PERCENTILES; empty without values."""
-    if not values:
-        return {}
-    found = numpy.percentile(numpy.array(values), PERCENTILES).tolist()
-    return {f"p{point}": round(value, 4) for point, value in zip(PERCENTILES, found, strict=True)}
+def _rounded(values: Iterable[float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in percentiles(values, PERCENTILES).items()}
 
 
 def measure(

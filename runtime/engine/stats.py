@@ -1,13 +1,13 @@
 """What the engine counts: one set of numbers, for the JSON snapshot and for Prometheus."""
 
 import bisect
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy
-
+from moss_runtime.observe import percentiles
 from moss_runtime.optional import require
 
 PERCENTILES = (50, 95, 99)
@@ -66,10 +66,7 @@ class Distribution:
         count = sum(self.counts)
         if not count:
             return {"count": 0}
-        values = numpy.percentile(numpy.array(self._recent), PERCENTILES).tolist()
-        return {"count": count, "mean": self.total / count} | {
-            f"p{point}": value for point, value in zip(PERCENTILES, values, strict=True)
-        }
+        return {"count": count, "mean": self.total / count} | percentiles(self._recent, PERCENTILES)
 
 
 class Stats:
@@ -153,7 +150,7 @@ class Stats:
             yield family
         for name, (meaning, bounds) in DISTRIBUTIONS.items():
             counts, total = shapes[name]
-            sums = numpy.cumsum(counts).tolist()
+            sums = list(itertools.accumulate(counts))
             edges = [*map(str, map(float, bounds)), "+Inf"]
             family = HistogramMetricFamily(f"engine_{name}", meaning)
             family.add_metric([], list(zip(edges, sums, strict=True)), total)

@@ -4,8 +4,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import numpy
 import torch
+
+from moss_runtime.observe.percentiles import percentiles
 
 PERCENTILES = (50, 90, 99)
 _WINDOW = 4096
@@ -80,9 +81,9 @@ class StageTimer:
                 self._samples.append(times)
                 del self._watched[key]
 
-    def percentiles(self, points: Sequence[float] = PERCENTILES) -> dict[str, list[float]]:
+    def percentiles(self, points: Sequence[int] = PERCENTILES) -> dict[str, dict[str, float]]:
         """Milliseconds of each stage at percentiles of the laps collected; empty before the first."""
         if not self._samples:
             return {}
-        values = numpy.percentile(numpy.array(self._samples), points, axis=0)
-        return dict(zip(self.stages, values.T.tolist(), strict=True))
+        by_stage = zip(*self._samples, strict=True)
+        return {stage: percentiles(times, points) for stage, times in zip(self.stages, by_stage, strict=True)}
