@@ -114,6 +114,7 @@ def test_smoke_of_some_cases():
 def test_a_failing_benchmark_fails_the_run_after_the_others(monkeypatch, capfd, tmp_path):
     bench = tmp_path / "bench"
     bench.mkdir()
+    (bench / "__init__.py").touch()  # ahead of the bench folder on PYTHONPATH
     (bench / "bench_local_frame.py").write_text("raise AssertionError('wrong')")
     (bench / "bench_sample_codebook.py").write_text("raise AssertionError('wrong')")
     (bench / "bench_codec_chunk.py").write_text("print('codec_chunk/B1/T1  runtime ok')")
