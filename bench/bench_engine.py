@@ -21,6 +21,7 @@ from bench.plot_engine import plot
 from moss_runtime.commands.bench_engine import FRAMES, PROMPT_TOKENS, RandomPrompts, Workload, for_load
 from moss_runtime.engine import Engine, EngineConfig
 from moss_runtime.engine.load import Load, measure
+from moss_runtime.errors import UserError
 from moss_runtime.observe import percentiles
 from moss_runtime.random_weights import codec_config, random_codec, random_model
 
@@ -236,7 +237,10 @@ def main() -> None:
     if not options.concurrency or "runtime" not in (options.impl or ["runtime"]):
         return
     if options.plot:
-        plot(options.results, options.plot)
+        try:
+            plot(options.results, options.plot)
+        except (UserError, ValueError) as error:
+            parser.error(str(error))
     elif options.smoke:
         smoke(options)
     else:

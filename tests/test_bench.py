@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as program
-from bench import harness
+from bench import bench_engine, harness
 from bench.compare import FASTER, GONE, NEW, NOISE, SLOWER, as_table, compare
 from bench.plot import floor_ratios, plot
 
@@ -176,6 +176,33 @@ def test_what_is_drawn():
     # Baselines alone, and rows of memory without a floor, are not drawn.
     memory = {key: value for key, value in ROW.items() if key != "ratio_to_floor"}
     assert floor_ratios([[ROW | base], [memory | {"case": "engine/C128/memory"}]]) == {}
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Results that hold a case with a floor, and the engine's for one client."""
+    rate = {"case": "engine/C1/rate", "unit": "audio_s_per_s"}
+    write(tmp_path / "rows.jsonl", {"time": "1"}, {"time": "1", "case": "engine/C1"}, {"time": "1"} | rate)
+    return tmp_path
+
+
+@pytest.mark.parametrize("main", [program.main, bench_engine.main])
+def test_a_picture_needs_matplotlib(recorded, capsys, monkeypatch, main):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["--plot", str(recorded / "plot.png"), "--results", str(recorded)]
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    try:
+        code = main()
+    except SystemExit as leave:
+        code = leave.code
+    assert code == 2
+    assert "the plot needs the package matplotlib: pip install matplotlib" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_picture(recorded):
+    pytest.importorskip("matplotlib")
+    plot(recorded, recorded / "plot.png")
+    assert (recorded / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_said(tmp_path, capsys):
