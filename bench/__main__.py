@@ -30,6 +30,7 @@ BENCHMARKS = {
     "codec_chunk": ("codec_chunk",),
     "frame_graph": ("frame_graph", "prefill"),
     "engine": ("engine",),
+    "host": ("host",),
 }
 FAILED, BAD_INPUT = 1, 2
 

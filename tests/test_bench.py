@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as program
-from bench import bench_engine, harness
+from bench import bench_engine, bench_host, harness
 from bench.compare import FASTER, GONE, NEW, NOISE, SLOWER, as_table, compare
 from bench.plot import floor_ratios, plot
 
@@ -109,6 +109,35 @@ def test_smoke_of_some_cases():
     assert lines == [[case, "reference", "ok"] for case in cases]
     nothing = subprocess.run([*command, "--case", "sample_codebook/B7"], cwd=ROOT, capture_output=True, text=True)
     assert nothing.returncode == 2 and "no benchmark has a case" in nothing.stderr
+
+
+HOST = ("prompt", "submit", "scheduler_step/B64", "frame_delta/B64", "chunking/B64", "snapshot")
+
+
+def test_smoke_of_the_host():
+    command = [sys.executable, "-m", "bench", "--smoke", "--case", "host"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split() for line in output.splitlines()] == [[f"host/{case}", "runtime", "ok"] for case in HOST]
+
+
+def test_a_host_benchmark_that_is_wrong_fails():
+    lines = [
+        "import sys",
+        "from bench import bench_host",
+        "bench_host.Chunking.select = lambda *_, **__: []",
+        "sys.argv = ['bench_host', '--smoke', '--case', 'host/chunking']",
+        "sys.exit(bench_host.main())",
+    ]
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 1 and "assert" in ran.stderr and " ok" not in ran.stdout
+
+
+def test_rows_of_the_host():
+    one = {"group": "host/submit", "stats": {"data": [3e-6, 1e-6, 2e-6, 4e-6, 5e-6, 6e-6]}}
+    (row,) = bench_host.rows_of({"machine_info": {"cpu": {"brand_raw": "a CPU"}}, "benchmarks": [one]})
+    assert row["conditions"] == {"cpu": "a CPU", "samples": 6}
+    numbers = ("host/submit", "runtime", 2.0, 3.5, 5.0, "us")
+    assert tuple(row[name] for name in ("case", "impl", "p20", "p50", "p80", "unit")) == numbers
 
 
 def test_a_failing_benchmark_fails_the_run_after_the_others(monkeypatch, capfd, tmp_path):
