@@ -14,6 +14,7 @@ from moss_kernels.local_frame_decode import LocalFrameDecoder, LocalFrameWeights
 from moss_kernels.sample_codebook import SamplingParams, SamplingState
 from moss_kernels.testing.local_frame import LocalFrameOutputs, frame_state
 from moss_kernels.testing.weights import LOCAL_FRAME_SIZES, local_frame_weights
+from moss_runtime.observe.traffic import local_frame_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 SAMPLING = {"": SamplingParams(), "/open": SamplingParams(top_k=0, top_p=1.0)}
@@ -66,15 +67,11 @@ class Bench:
         return cls(weights, weights.to(torch.float64), decoders)
 
     def case(self, batch: int, sampling: str) -> harness.Case:
-        """Bytes: each weight once per position; c_attn for position 0 alone, since the rest can be looked up."""
-        weights = self.weights
-        per_position = weights.c_proj_weight.numel() + weights.fc_in_weight.numel() + weights.fc_out_weight.numel()
-        codebooks = len(weights.audio_embeddings)
-        weight_count = weights.c_attn_weight.numel() + codebooks * per_position + weights.audio_embeddings.numel()
+        """Two operations of each row for each weight that is read."""
+        moved = local_frame_bytes(self.weights)
+        flops = 2 * batch * moved // self.weights.c_proj_weight.element_size()
         conditions = {"dtype": "bfloat16", "l2": "what the frame before left", "sampling": str(SAMPLING[sampling])}
-        return harness.Case(
-            f"local_frame/B{batch}{sampling}", "us", 2 * weight_count, 2 * batch * weight_count, 1, conditions
-        )
+        return harness.Case(f"local_frame/B{batch}{sampling}", "us", moved, flops, 1, conditions)
 
     def frames(self, batch: int, sampling: str) -> dict[str, DecoderFrame | TorchGraphFrame]:
         """Implementations with states of their own; row b is request b."""

@@ -38,6 +38,14 @@ def test_gaps_are_where_nothing_runs():
     assert timeline.table(2).row_count == 2
 
 
+def test_bytes_per_second_where_they_are_known():
+    spans = [Span("a", 0, 10), Span("a", 10, 20), Span("b", 20, 25)]
+    timeline = Timeline.of(spans, {"a": 3e4, "c": 1.0})
+    assert [kernel.moved for kernel in timeline.kernels] == [6e4, None]
+    (rates,) = (list(column.cells) for column in timeline.table(2).columns if column.header == "GB/s")
+    assert rates == ["3.0", "-"]
+
+
 def test_nothing_ran():
     timeline = Timeline.of([])
     assert (timeline.kernels, timeline.elapsed, timeline.busy) == ([], 0, 0)
@@ -87,6 +95,9 @@ def test_stages(demo, tmp_path, capsys, stage, ranges, operators):
         # Two requests of three frames, which may start one after the other; chunks of one frame and of two.
         assert table["moss::frame_bookkeeping_end"] >= 6 and found["moss/codec_chunk"] >= 4
     assert {name: table[name] for name in operators} == operators
+    rates = {name: rate for name, _, _, _, rate, *_ in lines}
+    known = {"moss::paged_attention", "moss::kv_append", "moss::silu_gate", "moss::ring_attention"} & operators.keys()
+    assert all(float(rates[name]) >= 0 for name in known) and rates["aten::select"] == "-"
     assert sum(float(share.rstrip("%")) for *_, share, _ in lines) == pytest.approx(100, abs=5)
     assert f"{stage}, 2 rows, 2 passes on cpu" in output and "gaps of" in output
 
@@ -136,4 +147,8 @@ def test_stages_on_a_gpu(tmp_path, capsys, stage):
     assert main(["profile", stage, *options]) == 0
     output = capsys.readouterr().out
     assert "kernel" in output and "gaps of" in output
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    rates = {name: float(rate) for name, _, _, _, rate, *_ in lines if rate != "-"}
+    kernel = {"frame": "backbone_linear", "prefill": "kv_append", "codec": "ring_attention"}.get(stage)
+    assert not rates if kernel is None else any(kernel in name and 0 < rates[name] < 2e4 for name in rates)
     assert main(["profile", stage, *options, "--ranges-only"]) == 0

@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -15,7 +16,7 @@ from moss_runtime.engine import EngineConfig, load_engine
 from moss_runtime.errors import UserError
 from moss_runtime.files import replacing
 from moss_runtime.graphs import CodecChunk
-from moss_runtime.graphs.capture import BUCKETS
+from moss_runtime.graphs.capture import BUCKETS, GraphSet
 from moss_runtime.graphs.prefill import LENGTHS, cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.hub import checkpoint_directory, codec_directory
@@ -23,13 +24,30 @@ from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Range, annotate, torch_ranges
 from moss_runtime.observe.timeline import Timeline, device_spans
+from moss_runtime.observe.traffic import Traffic, bytes_by_kernel, local_frame_bytes, mean_bytes
 from moss_runtime.optional import require
 from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
 
-WARM_UPS = 3
+# Passes ahead of the first that is timed, and those that tell what kernels move.
+WARM_UPS, EAGER = 3, 2
 REQUEST_FRAMES = 8
 
 Pass = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a stage runs.
+
+    Attributes:
+        one_pass: enqueues the work once.
+        eager: the same without graphs; None where passes differ, so that bytes cannot be brought to kernels.
+        moved: bytes of a run of kernels that no operation launches, by part of their names.
+    """
+
+    one_pass: Pass
+    eager: Pass | None = None
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,21 +81,25 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--codec goes with --model")
     if args.ranges_only and device.type != "cuda":
         raise UserError("--ranges-only needs a CUDA device: elsewhere there are no NVTX ranges")
-    with torch.no_grad(), STAGES[args.stage](args, device, dtype) as one_pass:
-        for _ in range(WARM_UPS):
-            one_pass()
-        _synchronize(device)
+    with torch.no_grad(), STAGES[args.stage](args, device, dtype) as work:
+        _passes(work.one_pass, WARM_UPS, device)
         if args.ranges_only:
             torch.cuda.profiler.start()
-            _passes(one_pass, args.passes, device)
+            _passes(work.one_pass, args.passes, device)
             torch.cuda.profiler.stop()
             return
-        profile = _profiled(one_pass, args.passes, device)
+        seconds = _passes(work.one_pass, args.passes, device)
+        moved = _moved(work, device)
+        profile = _profiled(work.one_pass, args.passes, device)
     output = args.output or f"moss-{args.stage}.trace.json"
     with replacing(output) as path:
         profile.export_chrome_trace(str(path))
-    timeline = Timeline.of(device_spans(profile, device))
+    spans = device_spans(profile, device)
+    moved |= {span.name: size for span in spans for part, size in work.moved.items() if part in span.name}
+    timeline = Timeline.of(spans, moved)
     print(f"{args.stage}, {args.rows} rows, {args.passes} passes on {device}, {dtype}: {timeline.summary()}")
+    # A profiler stretches gaps between kernels.
+    print(f"the same without the profiler: {1e6 * seconds:.0f} us")
     console = Console()
     # What is piped to a file is not cut at 80 columns.
     console.width = console.width if console.is_terminal else 160
@@ -108,15 +130,34 @@ def _profiled(one_pass: Pass, count: int, device: torch.device) -> torch.profile
     return profile
 
 
-def _passes(one_pass: Pass, count: int, device: torch.device) -> None:
+def _passes(one_pass: Pass, count: int, device: torch.device) -> float:
+    """Seconds that so many passes took, the device's work included."""
+    start = time.perf_counter()
     for _ in range(count):
         one_pass()
-    _synchronize(device)
-
-
-def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _moved(work: Work, device: torch.device) -> dict[str, float]:
+    """Bytes that a run must move, of the kernels of which they are known."""
+    if work.eager is None:
+        return {}
+    with Traffic() as traffic:
+        work.eager()
+    if device.type != "cuda":
+        return mean_bytes(traffic.calls)
+    return bytes_by_kernel(_profiled(work.eager, 1, device).events(), traffic.calls)
+
+
+def _without_graphs(graphs: GraphSet, one_pass: Pass) -> Pass:
+    def eager() -> None:
+        graphs.enabled = False
+        one_pass()
+        graphs.enabled = True
+
+    return eager
 
 
 def _model(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> MossTTS:
@@ -126,9 +167,9 @@ def _model(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
 
 
 @contextlib.contextmanager
-def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """A frame of every row, at a context of `--tokens`."""
-    frames = WARM_UPS + args.passes
+    frames = WARM_UPS + 2 * args.passes + EAGER
     model = _model(args, device, dtype)
     runtime = Runtime(model, rows=args.rows, max_tokens=args.tokens + frames, max_frames=frames)
     runtime.warm_up(prefill=False)
@@ -147,11 +188,12 @@ def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
             with annotate(Range.FRAME):
                 runtime.frame.launch(range(args.rows))
 
-    yield one_pass
+    moved = {} if runtime.frame.decoder is None else {"local_frame_kernel": local_frame_bytes(model.frame_weights())}
+    yield Work(one_pass, _without_graphs(graphs, one_pass), moved)
 
 
 @contextlib.contextmanager
-def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """Prompts of `--tokens` rows, all at once."""
     if not 1 < args.tokens <= LENGTHS[-1]:
         raise UserError(f"--tokens must be in 2..{LENGTHS[-1]} here, got {args.tokens}")
@@ -174,11 +216,11 @@ def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
                 with annotate(Range.PREFILL):
                     prefill.run(batch)
 
-    yield one_pass
+    yield Work(one_pass, _without_graphs(prefill.graphs, one_pass))
 
 
 @contextlib.contextmanager
-def _codec(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+def _codec(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """A chunk of `--frames` frames of every stream."""
     if args.model is None and args.codec is None:
         codec = random_codec(codec_config(args.size), device=device, dtype=dtype)
@@ -197,11 +239,11 @@ def _codec(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
         with annotate(Range.CODEC_CHUNK):
             chunk(codes, slots, valid, out)
 
-    yield one_pass
+    yield Work(one_pass, lambda: chunk.compute(args.rows, frames))
 
 
 @contextlib.contextmanager
-def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Pass]:
+def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """A request of every client, from its beginning to its end."""
     config = for_load(EngineConfig(), args.rows)
     if args.model is None:
@@ -221,7 +263,7 @@ def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
             if failed:
                 raise UserError(f"a request failed: {failed[0]}")
 
-        yield one_pass
+        yield Work(one_pass)
 
 
 STAGES = {"frame": _frame, "prefill": _prefill, "codec": _codec, "engine": _engine}

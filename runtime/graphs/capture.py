@@ -39,6 +39,7 @@ class GraphSet:
         stream: where the work runs; None on a CPU.
         replays: steps that a graph ran.
         fallbacks: eager steps by reason.
+        enabled: graphs are replayed; where this is False, what was captured waits.
         seconds: time spent warming up and capturing.
         bytes: device memory that warming up and capturing took, the kernels' code included.
     """
@@ -74,7 +75,7 @@ class GraphSet:
             self.stream = torch.cuda.Stream(device, priority=priority)
         self.replays, self.seconds, self.bytes = 0, 0.0, 0
         self.fallbacks: Counter[FallbackReason] = Counter()
-        self._metrics, self._enabled = metrics, enabled
+        self._metrics, self.enabled = metrics, enabled
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._failed: set[Shape] = set()
 
@@ -93,7 +94,7 @@ class GraphSet:
         Args:
             progress: called once for each shape.
         """
-        if self.device.type != "cuda" or not self._enabled:
+        if self.device.type != "cuda" or not self.enabled:
             return
         start, free = time.perf_counter(), free_memory(self.device)
         shapes = sorted(self.shapes - self._graphs.keys(), reverse=True)
@@ -127,7 +128,7 @@ class GraphSet:
     @torch.no_grad()
     def run(self, *shape: int) -> None:
         """Do the work of a shape on the current stream, which on CUDA must be `stream`: replay its graph, or run it."""
-        graph = self._graphs.get(shape)
+        graph = self._graphs.get(shape) if self.enabled else None
         if graph is not None:
             graph.replay()
             self.replays += 1
@@ -144,7 +145,7 @@ class GraphSet:
         """Why a shape without a graph has none."""
         if self.device.type != "cuda":
             return FallbackReason.DEVICE
-        if not self._enabled:
+        if not self.enabled:
             return FallbackReason.DISABLED
         if shape not in self.shapes:
             return FallbackReason.SHAPE

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +35,7 @@ class KernelTime:
         total: microseconds; what runs side by side counts twice.
         share: of the time of all kernels.
         gaps: microseconds in which nothing ran just ahead of it.
+        moved: bytes that all runs must read and write; None if that is not known.
     """
 
     name: str
@@ -42,6 +43,7 @@ class KernelTime:
     total: float
     share: float
     gaps: float
+    moved: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +56,9 @@ class Timeline:
     gaps: list[float]
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> "Timeline":
-        """Spans of any order, which may overlap."""
+    def of(cls, spans: Iterable[Span], moved: Mapping[str, float] | None = None) -> "Timeline":
+        """Spans of any order, which may overlap; moved: bytes of a run, of the kernels of which they are known."""
+        moved = moved or {}
         spans = sorted(spans, key=lambda span: (span.start, span.end))
         times: dict[str, list[float]] = defaultdict(list)
         before: dict[str, float] = defaultdict(float)
@@ -68,7 +71,15 @@ class Timeline:
             times[span.name].append(span.end - span.start)
         total = sum(map(sum, times.values())) or 1.0
         kernels = [
-            KernelTime(name, len(runs), sum(runs), sum(runs) / total, before[name]) for name, runs in times.items()
+            KernelTime(
+                name,
+                count=len(runs),
+                total=sum(runs),
+                share=sum(runs) / total,
+                gaps=before[name],
+                moved=len(runs) * moved[name] if name in moved else None,
+            )
+            for name, runs in times.items()
         ]
         elapsed = end - spans[0].start if spans else 0.0
         return cls(sorted(kernels, key=lambda kernel: -kernel.total), elapsed, elapsed - sum(gaps), gaps)
@@ -86,11 +97,12 @@ class Timeline:
         from rich.table import Table
 
         table = Table(what)
-        for name in ("count", "time, us", "each, us", "share", "gaps ahead, us"):
+        for name in ("count", "time, us", "each, us", "GB/s", "share", "gaps ahead, us"):
             table.add_column(name, justify="right")
         for kernel in self.kernels[:rows]:
             each = kernel.total / kernel.count
-            numbers = (f"{kernel.total:.1f}", f"{each:.2f}", f"{kernel.share:.1%}", f"{kernel.gaps:.1f}")
+            rate = "-" if kernel.moved is None or not kernel.total else f"{kernel.moved / kernel.total / 1e3:.1f}"
+            numbers = (f"{kernel.total:.1f}", f"{each:.2f}", rate, f"{kernel.share:.1%}", f"{kernel.gaps:.1f}")
             table.add_row(kernel.name[:_NAME_WIDTH], str(kernel.count), *numbers)
         return table
 
