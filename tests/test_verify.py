@@ -100,13 +100,13 @@ def test_draws_that_differ_fail(demo, capsys, monkeypatch):
 
 
 def test_streams_of_a_wrong_length_fail(demo, capsys, monkeypatch):
-    speak = checks._speak
+    speak = checks.speak
 
     def shortened(runtime, prompts):
         spoken = speak(runtime, prompts)
         return dataclasses.replace(spoken, audio=[spoken.audio[0][:, :-1], *spoken.audio[1:]])
 
-    monkeypatch.setattr(checks, "_speak", shortened)
+    monkeypatch.setattr(checks, "speak", shortened)
     code, output, failed = verified(demo, capsys)
     assert (code, failed) == (1, ["streamed audio (eager)"]) and " samples, not " in output
 

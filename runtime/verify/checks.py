@@ -62,7 +62,7 @@ def verify(
     runtime = Runtime(model, codec, chunks=CHUNKS, **limits)
     progress("operations")
     with OpCheck(results):
-        eager = _speak(runtime, prompts)
+        eager = speak(runtime, prompts)
         call_the_rest(model, codec, prompts[0])
     progress("backbone and local transformer")
     if model.device.type == "cuda":
@@ -72,12 +72,12 @@ def verify(
     if model.dtype == torch.float32:
         # In fewer bits the model rounds in other places, and codes part for good at the first draw that is close.
         progress("frames")
-        params = _params(len(prompts))
+        params = seeded(len(prompts))
         results.add(_same_codes("frames", "eager", eager.results, model.generate(prompts, params, max_frames=frames)))
     if model.device.type == "cuda":
         progress("graphs")
         runtime.warm_up()
-        spoken = _speak(runtime, prompts)
+        spoken = speak(runtime, prompts)
         results.add(_same_codes("frames", "graph", spoken.results, eager.results))
         _check_replays(runtime, results)
         results.add(_check_audio(codec, spoken, "graph"))
@@ -85,14 +85,16 @@ def verify(
     return results
 
 
-def _params(count: int) -> list[SamplingParams]:
+def seeded(count: int) -> list[SamplingParams]:
+    """Sampling parameters of the prompts."""
     return [SamplingParams(seed=seed, repetition_penalty=1.1) for seed in range(count)]
 
 
-def _speak(runtime: Runtime, prompts: Sequence[Tensor]) -> Spoken:
+def speak(runtime: Runtime, prompts: Sequence[Tensor]) -> Spoken:
+    """What a runtime with a codec makes of prompts: [T, 1+n_vq] int64 each."""
     parts: list[list[Tensor]] = [[] for _ in prompts]
     results = generate(
-        runtime, prompts, _params(len(prompts)), on_audio=lambda index, audio: parts[index].append(audio.clone())
+        runtime, prompts, seeded(len(prompts)), on_audio=lambda index, audio: parts[index].append(audio.clone())
     )
     channels = runtime.feed.chunk.codec.config.channels
     return Spoken(results, [torch.cat([torch.zeros(channels, 0), *one], 1) for one in parts])
@@ -129,7 +131,7 @@ def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Result
     model, pool, kv, frame, prefill = runtime.model, runtime.pool, runtime.kv, runtime.frame, runtime.prefill
     leases = []
     for index, prompt in enumerate(prompts):
-        params = _params(len(prompts))[index]
+        params = seeded(len(prompts))[index]
         lease = pool.acquire(index, params, seed=params.seed, max_frames=1, position=len(prompt) - 1)
         leases.append(lease)
         kv.reserve(lease.row, len(prompt))
@@ -165,7 +167,7 @@ def _check_local_frame(runtime: Runtime, hidden: Tensor, results: Results) -> No
     state = SamplingState.allocate(
         rows=batch, codebooks=config.n_vq, vocab=config.audio_vocab_size, device=hidden.device
     )
-    for row, params in enumerate(_params(batch)):
+    for row, params in enumerate(seeded(batch)):
         state.set_row(row, params, seed=params.seed)
     row_map = torch.arange(batch, dtype=torch.int32, device=hidden.device)
     active = torch.ones(batch, dtype=torch.bool, device=hidden.device)
