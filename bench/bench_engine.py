@@ -60,6 +60,8 @@ class Bench:
         middle, free = time.perf_counter(), self._free()
         engine.stage.warm_up(QUICK_BATCHES)
         self.codec_graph_bytes = free - self._free()
+        if engine.encoder is not None:
+            engine.encoder.warm_up()
         print(f"engine of {rows} rows, {mode}: {middle - start:.1f} s, codec {time.perf_counter() - middle:.1f} s")
         return engine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moss_runtime.engine.references import ReferenceCache, codec_identity, encoder
+from moss_runtime.engine.references import ReferenceCache, codec_identity
 from moss_runtime.engine.stats import Stats
 from moss_runtime.errors import AudioError
 from moss_runtime.model.codec import Codec
@@ -175,7 +175,7 @@ def test_closing_fails_what_waits(make, encode):
 def test_codes_of_a_clip_are_those_it_has_alone():
     codec = Codec.from_pretrained(GOLDEN / "codec")
     clips = [torch.rand(2, length) - 0.5 for length in (100, 33, 57)]
-    cache = ReferenceCache(encoder(codec), codec_identity(codec), Stats(), capacity=10**6, batch=3, wait_s=1)
+    cache = ReferenceCache(codec.encode, codec_identity(codec), Stats(), capacity=10**6, batch=3, wait_s=1)
     try:
         answers = [future.result(10) for future in [cache.get(one) for one in clips]]
     finally:

@@ -16,12 +16,13 @@ from moss_runtime.engine.config import EngineConfig
 from moss_runtime.engine.handle import Channel, Handle, check_timeout
 from moss_runtime.engine.jobs import Job
 from moss_runtime.engine.output import Output
-from moss_runtime.engine.references import ReferenceCache, codec_identity, encoder
+from moss_runtime.engine.references import ReferenceCache, codec_identity
 from moss_runtime.engine.request import EngineBusy, EngineClosed, Request
 from moss_runtime.engine.scheduler import Scheduler
 from moss_runtime.engine.stats import Stats
 from moss_runtime.engine.transport import InProcess, Transport
 from moss_runtime.errors import UserError
+from moss_runtime.graphs.clip_encoder import ClipEncoder
 from moss_runtime.graphs.frame import STAGES
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.model.codec import Codec
@@ -47,6 +48,7 @@ class Engine:
         runtime: frames.
         stage: codec.
         stats: what is counted.
+        encoder: of reference audio, on a GPU; None elsewhere, and for a codec that only decodes.
         references: cache of reference audio.
     """
 
@@ -102,8 +104,12 @@ class Engine:
         self._ids = itertools.count()
         self._output = Output(self.stage, self.stats, stream=config.stream, wake=self._wake, ended=self._ended)
         self._scheduler = Scheduler(config, self.runtime, self.stage, self._output, self.stats)
+        # On a CPU clips are no faster together, and padding is work.
+        self.encoder = None
+        if codec.device.type == "cuda" and len(codec.encoder):
+            self.encoder = ClipEncoder(codec, config.reference_batch, metrics=metrics, graphs=config.graphs)
         self.references = ReferenceCache(
-            encoder(codec),
+            self.encoder or codec.encode,
             codec_identity(codec),
             self.stats,
             capacity=config.reference_cache_bytes,
@@ -120,6 +126,8 @@ class Engine:
         """Compile, load and capture everything. progress: called for each graph of the runtime."""
         self.runtime.warm_up(progress)
         self.stage.warm_up()
+        if self.encoder is not None:
+            self.encoder.warm_up()
 
     def submit(self, request: Request) -> Handle:
         """Accept a request. Any thread may call this, and it does not wait.
@@ -157,7 +165,8 @@ class Engine:
                 "fallbacks": {reason.value: count for reason, count in dict(part.graphs.fallbacks).items()},
                 "hit_ratio": part.graphs.hit_ratio,
             }
-            for part in (self.runtime.frame, self.runtime.prefill)
+            for part in (self.runtime.frame, self.runtime.prefill, self.encoder)
+            if part is not None
         }
         chunk = self.stage.chunk
         calls = chunk.replays + chunk.fallbacks.total()

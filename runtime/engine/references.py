@@ -35,7 +35,7 @@ class ReferenceCache:
         """Starts the thread.
 
         Args:
-            encode: clips [C, n_i] float32 to codes [frames_i, Q], each as it would be alone.
+            encode: clips [C, n_i] float32 to codes [frames_i, Q], each as it would be alone; called without autograd.
             identity: of the codec and its sampling rate.
             stats: counts hits, joins, misses, failures, evictions and the seconds of `encode`.
             capacity: most bytes of codes that are kept.
@@ -129,7 +129,8 @@ class ReferenceCache:
     def _outcomes(self, clips: list[Tensor]) -> list[Tensor | Exception]:
         """Codes [frames, Q] int16 on the CPU of each clip, or what is wrong with it."""
         try:
-            return [codes.to("cpu", torch.int16) for codes in self._encode(clips)]
+            with torch.no_grad():
+                return [codes.to("cpu", torch.int16) for codes in self._encode(clips)]
         except Exception as error:
             if len(clips) == 1:
                 return [error]
@@ -173,18 +174,3 @@ def codec_identity(codec: Codec) -> bytes:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.digest()
-
-
-def encoder(codec: Codec) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """`Codec.encode` on a stream of its own, for a thread besides the engine's."""
-    on_gpu = codec.device.type == "cuda"
-    stream = torch.cuda.Stream(codec.device) if on_gpu else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(codec.device))
-
-    @torch.no_grad()
-    def encode(clips: Sequence[Tensor]) -> Sequence[Tensor]:
-        with torch.cuda.stream(stream):
-            return [codes.cpu() for codes in codec.encode(clips)]
-
-    return encode

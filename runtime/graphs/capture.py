@@ -135,11 +135,15 @@ class GraphSet:
             if self._metrics is not None:
                 self._metrics.replayed(self.name)
             return
+        self.count_fallback(shape)
+        self.compute(*shape)
+
+    def count_fallback(self, shape: Shape) -> None:
+        """Count a step of a shape that runs eagerly."""
         reason = self.reason(shape)
         self.fallbacks[reason] += 1
         if self._metrics is not None:
             self._metrics.fell_back(self.name, reason)
-        self.compute(*shape)
 
     def reason(self, shape: Shape) -> FallbackReason:
         """Why a shape without a graph has none."""

@@ -1,0 +1,74 @@
+"""Encoding clips of many requests: codes are those of each clip alone, whoever else is there."""
+
+import pytest
+import torch
+
+from moss_runtime.errors import AudioError
+from moss_runtime.graphs.clip_encoder import ClipEncoder
+from moss_runtime.model.codec import Codec
+from moss_runtime.random_weights import codec_config, random_codec
+
+# Samples of a frame: 8. Nothing whole, an end in a frame, whole frames, the largest bucket, beyond all of them.
+CLIPS = (5, 33, 32, 96, 7, 17, 200)
+
+
+@pytest.fixture
+def codec(golden):
+    return Codec.from_pretrained(golden("codec").directory)
+
+
+def clips(lengths=CLIPS):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, length, generator=generator) for length in lengths]
+
+
+def test_codes_are_those_of_each_clip_alone(codec):
+    encoder, given = ClipEncoder(codec, 2, lengths=(12, 4)), clips()
+    encoded = encoder(given)
+    assert [len(codes) for codes in encoded] == [length // 8 for length in CLIPS]
+    for clip, codes in zip(given, encoded, strict=True):
+        assert torch.equal(codes, codec.encode([clip])[0])
+    # Nothing of an earlier pass is left.
+    for clip, codes in zip(reversed(given), reversed(encoded), strict=True):
+        assert torch.equal(encoder([clip])[0], codes)
+    assert encoder([]) == []
+
+
+def test_the_shape_of_a_pass_follows_from_the_length_alone(codec, monkeypatch):
+    encoder, shapes = ClipEncoder(codec, 2, lengths=(4, 12)), []
+    encode = codec.quantizer.encode
+
+    def noted(hidden, frames):
+        shapes.append((*hidden.shape[:2], frames.tolist()))
+        return encode(hidden, frames)
+
+    monkeypatch.setattr(codec.quantizer, "encode", noted)
+    encoder(clips())
+    # Four clips of at most 4 frames are two passes, the two longer ones of at most 12 one, and the longest is alone.
+    assert shapes == [(2, 4, [0, 4]), (2, 4, [0, 2]), (2, 12, [4, 12]), (1, 25, [25])]
+    assert encoder.graphs.fallbacks.total() == 4
+
+
+def test_features_that_are_not_finite_are_no_codes(codec):
+    encoder = ClipEncoder(codec, 2, lengths=(4,))
+    good = clips((32,))[0]
+    with pytest.raises(AudioError, match=r"overflow in torch\.float32"):
+        encoder([good, torch.full((2, 16), 1e38)])
+    assert torch.equal(encoder([good])[0], codec.encode([good])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_graphs_give_the_codes_of_a_clip_alone(size):
+    config = codec_config(size)
+    codec = random_codec(config, device="cuda", dtype=torch.bfloat16, encoder=True)
+    encoder = ClipEncoder(codec, 4, lengths=(25, 50))
+    encoder.warm_up()
+    given = [torch.rand(2, int(seconds * config.sampling_rate)) - 0.5 for seconds in (3, 1, 2.5, 3.3, 4, 0.5, 3)]
+    together = encoder(given)
+    for clip, codes in zip(given, together, strict=True):
+        assert torch.equal(encoder([clip])[0], codes)
+    graphs, eager = encoder.graphs, ClipEncoder(codec, 4, lengths=(25, 50), graphs=False)
+    assert graphs.replays == 3 + 7 and not graphs.fallbacks
+    for codes, other in zip(together, eager(given), strict=True):
+        assert torch.equal(codes, other)
