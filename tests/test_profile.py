@@ -30,10 +30,10 @@ def test_gaps_are_where_nothing_runs():
     spans = [Span("c", 12, 13), Span("a", 0, 10), Span("b", 3, 5), Span("a", 13, 14), Span("b", 20, 21)]
     timeline = Timeline.of(spans)
     assert (timeline.elapsed, timeline.busy, timeline.gaps) == (21, 13, [2, 6])
-    found = {kernel.name: (kernel.count, kernel.total, kernel.gaps) for kernel in timeline.kernels}
-    assert found == {"a": (2, 11, 0), "b": (2, 3, 6), "c": (1, 1, 2)}
+    found = {kernel.name: (kernel.count, kernel.total, kernel.added, kernel.gaps) for kernel in timeline.kernels}
+    assert found == {"a": (2, 11, 11, 0), "b": (2, 3, 1, 6), "c": (1, 1, 1, 2)}
     assert [kernel.name for kernel in timeline.kernels] == ["a", "b", "c"]
-    assert timeline.kernels[0].share == pytest.approx(11 / 15)
+    assert timeline.kernels[0].share == pytest.approx(11 / 13)
     assert timeline.summary() == "21 us, busy 13 us in 5 runs, 2 gaps of 4.00 us, the longest 6.0 us"
     assert timeline.table(2).row_count == 2
 
@@ -44,6 +44,15 @@ def test_bytes_per_second_where_they_are_known():
     assert [kernel.moved for kernel in timeline.kernels] == [6e4, None]
     (rates,) = (list(column.cells) for column in timeline.table(2).columns if column.header == "GB/s")
     assert rates == ["3.0", "-"]
+
+
+def test_who_begins_early_and_waits_costs_what_follows():
+    spans = [Span("a", 0, 10), Span("b", 2, 14), Span("a", 11, 20)]
+    timeline = Timeline.of(spans, {"b": 8e3})
+    found = {kernel.name: (kernel.total, kernel.added, kernel.share) for kernel in timeline.kernels}
+    assert found == {"a": (19, 16, 0.8), "b": (12, 4, 0.2)} and timeline.busy == 20
+    (rates,) = (list(column.cells) for column in timeline.table(2).columns if column.header == "GB/s")
+    assert rates == ["-", "2.0"]
 
 
 def test_nothing_ran():
@@ -95,7 +104,7 @@ def test_stages(demo, tmp_path, capsys, stage, ranges, operators):
         # Two requests of three frames, which may start one after the other; chunks of one frame and of two.
         assert table["moss::frame_bookkeeping_end"] >= 6 and found["moss/codec_chunk"] >= 4
     assert {name: table[name] for name in operators} == operators
-    rates = {name: rate for name, _, _, _, rate, *_ in lines}
+    rates = {name: rate for name, _, _, _, _, rate, *_ in lines}
     known = {"moss::paged_attention", "moss::kv_append", "moss::silu_gate", "moss::ring_attention"} & operators.keys()
     assert all(float(rates[name]) >= 0 for name in known) and rates["aten::select"] == "-"
     assert sum(float(share.rstrip("%")) for *_, share, _ in lines) == pytest.approx(100, abs=5)
@@ -148,7 +157,7 @@ def test_stages_on_a_gpu(tmp_path, capsys, stage):
     output = capsys.readouterr().out
     assert "kernel" in output and "gaps of" in output
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
-    rates = {name: float(rate) for name, _, _, _, rate, *_ in lines if rate != "-"}
+    rates = {name: float(rate) for name, _, _, _, _, rate, *_ in lines if rate != "-"}
     kernel = {"frame": "backbone_linear", "prefill": "kv_append", "codec": "ring_attention"}.get(stage)
     assert not rates if kernel is None else any(kernel in name and 0 < rates[name] < 2e4 for name in rates)
     assert main(["profile", stage, *options, "--ranges-only"]) == 0

@@ -33,7 +33,9 @@ class KernelTime:
         name: of the kernel; on a CPU of the operator.
         count: runs.
         total: microseconds; what runs side by side counts twice.
-        share: of the time of all kernels.
+        added: microseconds of it in which nothing ran that had begun earlier. A kernel of a dependent launch begins
+            early and waits: this is what it costs.
+        share: of the time with something running, by `added`.
         gaps: microseconds in which nothing ran just ahead of it.
         moved: bytes that all runs must read and write; None if that is not known.
     """
@@ -41,6 +43,7 @@ class KernelTime:
     name: str
     count: int
     total: float
+    added: float
     share: float
     gaps: float
     moved: float | None = None
@@ -48,7 +51,7 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Kernels, the longest first; microseconds from the first to the last, with something running, and each gap."""
+    """Kernels, the costliest first; microseconds from the first to the last, with something running, and each gap."""
 
     kernels: list[KernelTime]
     elapsed: float
@@ -62,27 +65,30 @@ class Timeline:
         spans = sorted(spans, key=lambda span: (span.start, span.end))
         times: dict[str, list[float]] = defaultdict(list)
         before: dict[str, float] = defaultdict(float)
+        added: dict[str, float] = defaultdict(float)
         gaps, end = [], spans[0].start if spans else 0.0
         for span in spans:
             if span.start > end:
                 gaps.append(span.start - end)
                 before[span.name] += gaps[-1]
+            added[span.name] += max(0.0, span.end - max(end, span.start))
             end = max(end, span.end)
             times[span.name].append(span.end - span.start)
-        total = sum(map(sum, times.values())) or 1.0
+        elapsed = end - spans[0].start if spans else 0.0
+        busy = elapsed - sum(gaps)
         kernels = [
             KernelTime(
                 name,
                 count=len(runs),
                 total=sum(runs),
-                share=sum(runs) / total,
+                added=added[name],
+                share=added[name] / (busy or 1.0),
                 gaps=before[name],
                 moved=len(runs) * moved[name] if name in moved else None,
             )
             for name, runs in times.items()
         ]
-        elapsed = end - spans[0].start if spans else 0.0
-        return cls(sorted(kernels, key=lambda kernel: -kernel.total), elapsed, elapsed - sum(gaps), gaps)
+        return cls(sorted(kernels, key=lambda kernel: (-kernel.added, -kernel.total)), elapsed, busy, gaps)
 
     def summary(self) -> str:
         """Elapsed and busy time, and the gaps, in one line."""
@@ -93,16 +99,17 @@ class Timeline:
         )
 
     def table(self, rows: int, what: str = "kernel") -> "Table":
-        """A table of the longest for a `rich` console."""
+        """A table of the costliest for a `rich` console."""
         from rich.table import Table
 
         table = Table(what)
-        for name in ("count", "time, us", "each, us", "GB/s", "share", "gaps ahead, us"):
+        for name in ("count", "time, us", "each, us", "added, us", "GB/s", "share", "gaps ahead, us"):
             table.add_column(name, justify="right")
         for kernel in self.kernels[:rows]:
             each = kernel.total / kernel.count
-            rate = "-" if kernel.moved is None or not kernel.total else f"{kernel.moved / kernel.total / 1e3:.1f}"
-            numbers = (f"{kernel.total:.1f}", f"{each:.2f}", rate, f"{kernel.share:.1%}", f"{kernel.gaps:.1f}")
+            rate = "-" if kernel.moved is None or not kernel.added else f"{kernel.moved / kernel.added / 1e3:.1f}"
+            numbers = (f"{kernel.total:.1f}", f"{each:.2f}", f"{kernel.added:.1f}", rate)
+            numbers += (f"{kernel.share:.1%}", f"{kernel.gaps:.1f}")
             table.add_row(kernel.name[:_NAME_WIDTH], str(kernel.count), *numbers)
         return table
 
