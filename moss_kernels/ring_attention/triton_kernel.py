@@ -59,7 +59,7 @@ def _prefetch_ring(ring_k_ptr, ring_v_ptr, slot_ptr, offset_ptr, head, slots, he
 
 
 @triton.jit
-def _attend(q, k, v, visible, result, total, highest, scale):
+def attend(q, k, v, visible, result, total, highest, scale):
     # One step of the online softmax, in base 2; `scale` includes log2 e.
     scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
@@ -149,12 +149,12 @@ def ring_attention_kernel(
         visible = key > earliest
         if CHUNK_IN_RING:
             visible &= key <= query[:, None]
-        result, total, highest = _attend(q, k, v, visible, result, total, highest, scale)
+        result, total, highest = attend(q, k, v, visible, result, total, highest, scale)
 
     if not CHUNK_IN_RING:
         if ONE_TILE:
             visible = (query[None, :] > earliest) & (query[None, :] <= query[:, None])
-            result, total, highest = _attend(q, own_k, own_v, visible, result, total, highest, scale)
+            result, total, highest = attend(q, own_k, own_v, visible, result, total, highest, scale)
         else:
             for key_start in tl.range(tl.maximum(lowest, 0), end, BLOCK_KEYS, num_stages=OWN_STAGES):
                 key = key_start + tl.arange(0, BLOCK_KEYS)
@@ -166,7 +166,7 @@ def ring_attention_kernel(
                 angles = tl.load(cos_sin_ptr + token * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
                 k = rotate_pairs(k, angles, BLOCK_KEYS, HEAD_DIM)
                 visible = (key[None, :] > earliest) & (key[None, :] <= query[:, None])
-                result, total, highest = _attend(q, k, v, visible, result, total, highest, scale)
+                result, total, highest = attend(q, k, v, visible, result, total, highest, scale)
 
     # A query that sees no key has a sum of zeros.
     result = tl.where(live, result / tl.where(total > 0, total, 1.0)[:, None], 0.0)
