@@ -9,6 +9,7 @@ from .kv_append import kv_append
 from .local_frame_decode import LocalFrameDecoder
 from .local_rope_attention import local_rope_attention, local_rope_attention_lookup
 from .paged_attention import AttentionScratch, paged_attention
+from .prefill_attention import prefill_attention
 from .ring_attention import ring_attention
 from .ring_kv_write import ring_kv_write
 from .rms_norm import rms_norm
@@ -30,6 +31,7 @@ __all__ = [
     "local_rope_attention",
     "local_rope_attention_lookup",
     "paged_attention",
+    "prefill_attention",
     "ring_attention",
     "ring_kv_write",
     "rms_norm",

@@ -69,6 +69,7 @@ def flipped(compute, output):
         ("moss_kernels.rms_norm", "add_rms_norm_reference", -1, "rms_norm (reference)"),
         ("moss_kernels.silu_gate", "silu_gate_reference", -1, "silu_gate (reference)"),
         ("moss_kernels.paged_attention", "paged_attention_reference", 5, "paged_attention (reference)"),
+        ("moss_kernels.prefill_attention", "prefill_attention_reference", -1, "prefill_attention (reference)"),
         ("moss_kernels.ring_kv_write", "ring_kv_write_reference", 3, "ring_kv_write (reference)"),
         # All ops are right, and what is made of them is not.
         ("moss_runtime.graphs.backbone_step", "rms_norm", 0, "backbone (eager)"),

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moss_kernels.kv_append import kv_append
+from moss_kernels.prefill_attention import prefill_attention
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.silu_gate import silu_gate
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
@@ -160,8 +159,7 @@ class Prefill:
         # Padding writes what the null row holds to the null row.
         live = (pool_rows != self.kv.rows)[:, None]
         staging.index_copy_(0, pool_rows, torch.where(live, embeds[:, length], staging[pool_rows]))
-        heads = self.model.config.backbone.num_attention_heads
-        cache = PagedContext(self.kv, heads, pool_rows, counts, length, start)
+        cache = PagedContext(self.kv, pool_rows, counts, length, start)
         self._layers(embeds[:, :length].flatten(0, 1), cache)
 
     def _layers(self, x: Tensor, cache: "PagedContext") -> None:
@@ -219,51 +217,28 @@ def _product(x: Tensor, weight: Tensor, residual: Tensor | None, parts: int) -> 
 class PagedContext:
     """Where the tokens of one pass lie in the pages, and attention over them and what earlier pieces wrote.
 
-    Each token is a row of its own to `kv_append`, which writes its key and value. Attention reads them back from the
-    pages into dense tensors, padded to the length bucket; what lies beyond a prompt is zero and behind every token, so
-    the causal mask hides it.
+    Each token is a row of its own to `kv_append`, which writes its key and value.
     """
 
-    def __init__(self, kv: PagedKV, query_heads: int, pool_rows: Tensor, counts: Tensor, length: int, start: int):
+    def __init__(self, kv: PagedKV, pool_rows: Tensor, counts: Tensor, length: int, start: int):
         """Args: pool_rows, counts: [B] int64. Row and number of tokens of each prompt, at positions from `start` on."""
-        self.kv, self.rows, self.length, self.start = kv, len(pool_rows), length, start
-        self.total = total = start + length
+        self.kv, self.rows, self.length, self._start = kv, len(pool_rows), length, start
         device = pool_rows.device
-        steps = torch.arange(total, device=device)
-        table = kv.page_table[pool_rows]
-        # A bucket may reach beyond the table, a prompt never does.
-        columns = (steps // kv.page_size).clamp(max=table.shape[1] - 1)
-        held = steps < start + counts[:, None]
-        page = torch.where(held, table[:, columns], kv.pages)
-        # Rows of pages viewed as [(pages + 1) * heads * page_size, D], for [B, query heads, total].
-        kv_heads = kv.key_pages.shape[2]
-        head = torch.arange(query_heads, device=device)[:, None] // (query_heads // kv_heads)
-        place = (page[:, None].long() * kv_heads + head) * kv.page_size + steps % kv.page_size
-        self._places = place.flatten()
+        steps = torch.arange(length, device=device)
+        self._tables, self._counts = kv.page_table[:, : kv.pages_for(start + length)][pool_rows], counts.int()
         self._row_map = torch.arange(self.rows * length, dtype=torch.int32, device=device)
-        self._positions = steps[start:].int().repeat(self.rows)
-        self._tables = table[:, : kv.pages_for(total)].repeat_interleave(length, 0)
-        self._active = held[:, start:].flatten()
-        self._mask = None
-        if start:
-            self._mask = steps <= steps[start:, None]
+        self._positions = (start + steps).int().repeat(self.rows)
+        self._token_tables = self._tables.repeat_interleave(length, 0)
+        self._active = (steps < counts[:, None]).flatten()
 
     def append(self, layer: int, qkv: Tensor, weights: StepLayer, eps: float, cos_sin: Tensor, q: Tensor) -> None:
         """Write keys and values of a layer into the pages, and the rotated queries into q [B*L, heads*D]."""
-        pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._tables, self._positions)
+        pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._token_tables, self._positions)
         kv_append(qkv, weights.q_norm, weights.k_norm, eps, cos_sin, *pages, self._row_map, self._active, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention output [B*L, heads*D] of the queries."""
-        head_dim = self.kv.key_pages.shape[-1]
-        keys, values = (
-            pages[layer].view(-1, head_dim).index_select(0, self._places).view(self.rows, -1, self.total, head_dim)
-            for pages in (self.kv.key_pages, self.kv.value_pages)
-        )
-        queries = q.view(self.rows, self.length, -1, head_dim).transpose(1, 2)
-        # Of the fused kernels this one never splits the keys by how busy the device is.
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=self._mask, is_causal=self._mask is None
-            )
-        return out.transpose(1, 2).reshape(q.shape)
+        out = torch.empty_like(q)
+        pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._tables)
+        prefill_attention(q, *pages, self._counts, self._start, out)
+        return out

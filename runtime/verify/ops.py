@@ -23,6 +23,7 @@ from moss_kernels.local_rope_attention.reference import (
     local_rope_attention_reference,
 )
 from moss_kernels.paged_attention.reference import paged_attention_reference
+from moss_kernels.prefill_attention.reference import prefill_attention_reference
 from moss_kernels.ring_attention.reference import ring_attention_reference
 from moss_kernels.ring_kv_write.reference import ring_kv_write_reference
 from moss_kernels.rms_norm.reference import add_rms_norm_reference
@@ -73,6 +74,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "local_rope_attention": partial(_returned, local_rope_attention_reference),
     "local_rope_attention_lookup": _lookup,
     "paged_attention": lambda *arguments: paged_attention_reference(*arguments[:-2]),
+    "prefill_attention": prefill_attention_reference,
     "ring_attention": _ring_attention,
     "ring_kv_write": ring_kv_write_reference,
     "rms_norm": add_rms_norm_reference,
