@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCo
   sampling.top_p = load_now(params.top_p + row);
   sampling.temperature = load_now(params.temperature + row);
   sampling.repetition_penalty = params.repetition_penalty ? load_now(params.repetition_penalty + row) : 1.0f;
-  sampling.word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
+  if (tid < 32)
+    shared.word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
                                       : philox_word(seed, frame, static_cast<uint32_t>(params.channel));
   float score[EPT];
 #pragma unroll

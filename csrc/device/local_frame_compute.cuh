@@ -304,8 +304,9 @@ struct Compute : Names {
       sampling.top_k = stop ? request.text_top_k : request.top_k;
       sampling.top_p = stop ? request.text_top_p : request.top_p;
       sampling.repetition_penalty = stop ? 1.0f : request.repetition_penalty;
-      sampling.word = philox_word(static_cast<uint64_t>(request.seed), static_cast<uint32_t>(request.frame),
-                                  static_cast<uint32_t>(channel));
+      if (tid < 32)
+        memory.sample.word = philox_word(static_cast<uint64_t>(request.seed), static_cast<uint32_t>(request.frame),
+                                         static_cast<uint32_t>(channel));
       float score[kIdsPerThread] = {logits.x, logits.y, logits.z, logits.w};
       const SampleResult result = sample_row<kComputeThreads, kIdsPerThread, ComputeSync>(
           memory.sample, score, stop ? 2 : Dims::kVocab, sampling, bits, tid);

@@ -18,7 +18,6 @@ struct SampleParams {
   int top_k;                 // outside 1 .. V-1: off
   float top_p;               // outside (0, 1): off
   float repetition_penalty;  // not > 0: 1
-  uint32_t word;             // the random word of this draw
 };
 
 struct SampleResult {
@@ -33,17 +32,18 @@ constexpr int kListCapacity = 64;
 template <int THREADS>
 struct SampleShared {
   static constexpr int kWarps = THREADS / 32;
+  static_assert(kWarps <= 8);
   union {
     alignas(16) uint32_t bins[256];
     unsigned long long weight_bins[256];
     unsigned long long pair_sums[kWarps][kListCapacity];
   };
-  unsigned long long
-      list_order[kListCapacity];  // key << 32 | ~id: larger comes earlier in (score descending, id ascending)
+  unsigned long long list[kWarps][kListCapacity];  // key << 32 | id: what each warp listed, ascending by id
   unsigned long long warp_sum[kWarps];
   alignas(16) uint32_t warp_key[kWarps];
   alignas(16) uint32_t warp_low[kWarps];
-  uint32_t list_count;
+  uint32_t word;                 // the random word of the draw
+  alignas(8) uint8_t listed[8];  // entries in each warp's part of `list`
   uint32_t digit;
   uint32_t below;
   uint32_t edge_weight;
@@ -64,8 +64,9 @@ __device__ __forceinline__ float key_value(uint32_t key) {
 
 // round_half_even(2^30 * exp(u)) for u <= 0 by a fixed polynomial, each operation rounded on its own; 0 below 2^-32.
 __device__ __forceinline__ uint32_t integer_weight(float u) {
-  const float t = __fmul_rn(u, __uint_as_float(0x3fb8aa3bu));
-  if (!(t >= -32.0f)) return 0u;
+  const float exponent = __fmul_rn(u, __uint_as_float(0x3fb8aa3bu));
+  const bool counts = exponent >= -32.0f;
+  const float t = counts ? exponent : -32.0f;
   const float n = floorf(t);
   const float g = __fsub_rn(t, n);
   float p = __uint_as_float(0x3962a0d6u);
@@ -76,7 +77,8 @@ __device__ __forceinline__ uint32_t integer_weight(float u) {
   p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3f317216u));
   p = __fadd_rn(__fmul_rn(p, g), __uint_as_float(0x3f800000u));
   const float scale = __int_as_float((static_cast<int>(n) + 30 + 127) << 23);
-  return __float2uint_rn(__fmul_rn(p, scale));
+  const uint32_t weight = __float2uint_rn(__fmul_rn(p, scale));
+  return counts ? weight : 0u;
 }
 
 // Division of many scores by one number: __fdiv_rn's own steps, without its branch for each quotient.
@@ -104,24 +106,30 @@ __device__ __forceinline__ bool plain_score(float score) {
   return (size >= 0x1p-60f && size <= 0x1p60f) || score == 0.0f || score == -__int_as_float(0x7f800000);
 }
 
-// (factor * total) >> 32 for a 32- or 33-bit factor, exact for totals below 2^42.
-__device__ __forceinline__ unsigned long long scaled(unsigned long long factor, unsigned long long total) {
-  return factor * (total >> 32) + ((factor * (total & 0xffffffffull)) >> 32);
+// (factor * total) >> 32, exact for totals below 2^42.
+__device__ __forceinline__ unsigned long long scaled(uint32_t factor, unsigned long long total) {
+  const unsigned long long wide = factor;
+  return wide * (total >> 32) + ((wide * (total & 0xffffffffull)) >> 32);
 }
 
-// Sum over a warp of 32-bit values whose sum may need 38 bits.
-__device__ __forceinline__ unsigned long long warp_sum_wide(uint32_t value) {
-  const uint32_t low = __reduce_add_sync(0xffffffffu, value & 0xffffu);
-  const uint32_t high = __reduce_add_sync(0xffffffffu, value >> 16);
+// A sum of 32-bit values from the sums of their halves.
+__device__ __forceinline__ unsigned long long joined(uint32_t low, uint32_t high) {
   return low + (static_cast<unsigned long long>(high) << 16);
 }
 
+// Shuffles of a round do not wait for each other.
 template <typename T>
 __device__ __forceinline__ T warp_inclusive_scan(T value, int lane) {
 #pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const T other = __shfl_up_sync(0xffffffffu, value, step);
-    if (lane >= step) value += other;
+  for (int step = 1; step < 32; step <<= 2) {
+    T other[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int distance = (i + 1) * step;
+      other[i] = distance < 32 ? __shfl_up_sync(0xffffffffu, value, distance) : T(0);
+      if (lane < distance) other[i] = 0;
+    }
+    value += other[0] + other[1] + other[2];
   }
   return value;
 }
@@ -155,81 +163,100 @@ __device__ __forceinline__ uint32_t seen_bits(const int32_t* seen, int vocab, in
   return id < vocab ? static_cast<uint32_t>(seen[id >> 5]) >> (id & 31) : 0u;
 }
 
-// Sums over all pairs of listed codes: warp w adds the codes w, w + W, ... to the sums of the lane's code, then the
-// warps' parts are added. `add(other order, other weight, sum)`; every warp gets every sum. One barrier.
-template <int SLOTS, typename Sync, typename Shared, typename Add>
-__device__ __forceinline__ void sum_pairs(Shared& shared, const uint32_t (&weight)[SLOTS], int count, int lane,
-                                          int warp, unsigned long long (&sum)[SLOTS], Add&& add) {
-#pragma unroll
-  for (int i = 0; i < SLOTS; ++i) sum[i] = 0;
-#pragma unroll 4
-  for (int j = warp; j < count; j += Shared::kWarps) {
-    const unsigned long long other = shared.list_order[j];
-    const uint32_t other_weight =
-        __shfl_sync(0xffffffffu, SLOTS > 1 && j >= 32 ? weight[SLOTS - 1] : weight[0], j & 31);
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) add(i, other, other_weight);
-  }
+// Code number `index` of the list, by ascending id; 0 behind its end.
+template <typename Shared>
+__device__ __forceinline__ unsigned long long listed_code(const Shared& shared, int index, int count) {
+  int warp = 0, start = 0;
   if constexpr (Shared::kWarps > 1) {
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) shared.pair_sums[warp][lane + 32 * i] = sum[i];
-    Sync::sync();
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-      sum[i] = 0;
-#pragma unroll
-      for (int w = 0; w < Shared::kWarps; ++w) sum[i] += shared.pair_sums[w][lane + 32 * i];
-    }
+    // Byte w: number of codes that the warps before w listed. At most 64, so that no byte carries into the next.
+    const unsigned long long starts =
+        *reinterpret_cast<const unsigned long long*>(shared.listed) * 0x0101010101010100ull;
+    const uint32_t low = static_cast<uint32_t>(starts), high = static_cast<uint32_t>(starts >> 32);
+    const uint32_t reach = static_cast<uint32_t>(index) * 0x01010101u + 0x80808080u;
+    warp = __popc((reach - low) & 0x80808080u) + __popc((reach - high) & 0x80808080u) - 1;
+    start = static_cast<int>((starts >> (8 * warp)) & 0xffu);
   }
+  return index < count ? shared.list[warp][index - start] : 0ull;
 }
 
-// Finishes the draw on the `count` codes of the list, a superset of the top_k set. Every warp arrives at the code.
+// Finishes the draw on the `count` codes of the list, a superset of the top_k set. Only the first warp's result counts.
+// Each lane has SLOTS codes that follow one another.
 template <int SLOTS, typename Sync, typename Shared>
 __device__ __forceinline__ int draw_from_list(Shared& shared, int count, float max_value, int top_k, bool top_p_on,
-                                              unsigned long long top_p_fixed, uint32_t word, int lane, int warp) {
+                                              uint32_t top_p_fixed, int lane, int warp) {
   constexpr uint32_t kAll = 0xffffffffu;
-  unsigned long long order[SLOTS], sum[SLOTS] = {};
-  uint32_t weight[SLOTS];
+  constexpr int kGroups = Shared::kWarps / SLOTS;
+  uint32_t key[SLOTS], id[SLOTS], weight[SLOTS];
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    const bool listed = lane + 32 * i < count;
-    order[i] = listed ? shared.list_order[lane + 32 * i] : 0ull;
-    const float value = key_value(static_cast<uint32_t>(order[i] >> 32));
-    weight[i] = listed ? integer_weight(value == max_value ? 0.0f : __fsub_rn(value, max_value)) : 0u;
+    const unsigned long long code = listed_code(shared, lane * SLOTS + i, count);
+    key[i] = static_cast<uint32_t>(code >> 32), id[i] = static_cast<uint32_t>(code);
+    // Key 0 stands for a NaN, which weighs nothing.
+    const float value = key_value(key[i]);
+    weight[i] = integer_weight(value == max_value ? 0.0f : __fsub_rn(value, max_value));
   }
-  // The weight before each code in the low bits, the number of codes strictly above it in the high ones. Codes that
-  // top_k drops come after all that it keeps, so they need not be gone yet.
-  sum_pairs<SLOTS, Sync>(shared, weight, count, lane, warp, sum,
-                         [&](int i, unsigned long long other, uint32_t other_weight) {
-                           sum[i] += (other > order[i] ? other_weight : 0u) +
-                                     (static_cast<unsigned long long>((other >> 32) > (order[i] >> 32)) << 48);
-                         });
-  unsigned long long total = 0;
+  // The weight before a code in (score descending, id ascending), in halves so that sums need no carry, and from bit 24
+  // of the first on the number of codes strictly above it. Codes that top_k drops come after all that it keeps, so they
+  // need not be gone yet. A warp adds its group's share of all codes to the sums of one slot; those behind the end of
+  // the list weigh nothing and are below all.
+  const int slot = warp % SLOTS, group = warp / SLOTS;
+  const uint32_t own = slot == 0 ? key[0] : key[SLOTS - 1];
+  uint32_t low[SLOTS] = {}, high[SLOTS] = {};
+#pragma unroll
+  for (int first = 0; first < 32; first += kGroups) {
+    // More than 32 codes are here, unless there is but one slot.
+    if (first * SLOTS >= 32 && first * SLOTS >= count) break;
+    const int source = first + group;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      const uint32_t other = __shfl_sync(kAll, key[i], source), other_weight = __shfl_sync(kAll, weight[i], source);
+      const bool above = other > own;
+      const bool before = above || (other == own && source * SLOTS + i < lane * SLOTS + slot);
+      const uint32_t added = before ? other_weight : 0u;
+      low[0] += (added & 0xffffu) + (above ? 1u << 24 : 0u);
+      high[0] += added >> 16;
+    }
+  }
+  if constexpr (Shared::kWarps > 1) {
+    shared.pair_sums[group][lane + 32 * slot] = static_cast<unsigned long long>(high[0]) << 32 | low[0];
+    Sync::sync();
+    if (warp != 0) return 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      low[i] = high[i] = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const unsigned long long part = shared.pair_sums[g][lane + 32 * i];
+        low[i] += static_cast<uint32_t>(part), high[i] += static_cast<uint32_t>(part >> 32);
+      }
+    }
+  }
+  uint32_t lane_low = 0, lane_high = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
     // A code stays when fewer than k codes are strictly above it: ties at the edge all stay.
-    if (static_cast<int>(sum[i] >> 48) >= top_k) weight[i] = 0;
-    total += warp_sum_wide(weight[i]);
+    if (static_cast<int>(low[i] >> 24) >= top_k) weight[i] = 0;
+    lane_low += weight[i] & 0xffffu, lane_high += weight[i] >> 16;
   }
   if (top_p_on) {
+    const unsigned long long total = joined(__reduce_add_sync(kAll, lane_low), __reduce_add_sync(kAll, lane_high));
     const unsigned long long bound = scaled(top_p_fixed, total);
-    total = 0;
+    lane_low = lane_high = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      if ((sum[i] & ((1ull << 48) - 1)) > bound) weight[i] = 0;
-      total += warp_sum_wide(weight[i]);
+      if (joined(low[i] & 0xffffffu, high[i]) > bound) weight[i] = 0;
+      lane_low += weight[i] & 0xffffu, lane_high += weight[i] >> 16;
     }
   }
-  if constexpr (Shared::kWarps > 1) Sync::sync();
-  sum_pairs<SLOTS, Sync>(
-      shared, weight, count, lane, warp, sum, [&](int i, unsigned long long other, uint32_t other_weight) {
-        sum[i] += static_cast<uint32_t>(other) >= static_cast<uint32_t>(order[i]) ? other_weight : 0u;
-      });
-  const unsigned long long target = scaled(word, total);
+  const uint32_t through_low = warp_inclusive_scan(lane_low, lane), through_high = warp_inclusive_scan(lane_high, lane);
+  const unsigned long long total = joined(__shfl_sync(kAll, through_low, 31), __shfl_sync(kAll, through_high, 31));
+  const unsigned long long target = scaled(shared.word, total);
+  unsigned long long before = joined(through_low - lane_low, through_high - lane_high);
   uint32_t code = 0;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    if (weight[i] != 0 && sum[i] > target && sum[i] - weight[i] <= target) code = ~static_cast<uint32_t>(order[i]);
+    if (before <= target && target < before + weight[i]) code = id[i];
+    before += weight[i];
   }
   // One lane has it; the others hold 0.
   return static_cast<int>(__reduce_or_sync(kAll, code));
@@ -319,8 +346,8 @@ __device__ __forceinline__ uint32_t crossing_key(Shared& shared, const uint32_t 
 }
 
 // Draws one code. `score`: EPT raw logits per thread in fp32 (ids >= vocab are ignored); `seen`: bit e says that the
-// request has generated the thread's id e in this codebook. All threads return the same result; a barrier is needed
-// before `shared` is used again.
+// request has generated the thread's id e in this codebook; a thread of the first warp has set `shared.word`. The first
+// warp's threads return the result; a barrier is needed before `shared` is used again.
 template <int THREADS, int EPT, typename Sync>
 __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared, float (&score)[EPT], int vocab,
                                                    const SampleParams& params, uint32_t seen, int tid) {
@@ -337,42 +364,40 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
 #pragma unroll
   for (int first = 0; first < kSampleBins; first += THREADS)
     if (first + tid < kSampleBins) shared.bins[first + tid] = 0;
-  if (tid == 0) shared.list_count = 0;
 
-  uint32_t key[EPT], infinite = 0;
+  // A factor or divisor of 1 changes nothing.
+  const Divisor penalty(penalised ? params.repetition_penalty : 1.0f);
+  const Divisor temperature(greedy ? 1.0f : params.temperature);
+  bool plain = temperature.plain() && penalty.plain();
+#pragma unroll
+  for (int e = 0; e < EPT; ++e) {
+    if (tid * EPT + e >= vocab) score[e] = -infinity;
+    plain &= plain_score(score[e]);
+  }
+  uint32_t key[EPT];
   float value[EPT];
   bool nonfinite = false;
-  const auto prepare = [&](auto&& divide_by_penalty, auto&& divide_by_temperature) {
-    infinite = 0;
-    nonfinite = false;
+  if (plain) {
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
-      const bool inside = tid * EPT + e < vocab;
-      float s = score[e];
-      if (penalised) {
-        const float divided = divide_by_penalty(s), multiplied = __fmul_rn(s, params.repetition_penalty);
-        if ((seen >> e) & 1u) s = s < 0.0f ? multiplied : divided;
-      }
-      nonfinite |= inside && !(s < infinity);
-      infinite |= static_cast<uint32_t>(inside && s == infinity) << e;
-      // An infinite score stays one whatever the temperature: inf / inf would be NaN.
-      const float divided = divide_by_temperature(s);
-      const bool candidate = inside && s > -infinity;
-      value[e] = !candidate ? 0.0f : greedy || s == infinity ? s : divided;
-      key[e] = candidate ? order_key(value[e]) : 0u;
+      const float s = score[e];
+      const float changed = s < 0.0f ? __fmul_rn(s, penalty.value) : penalty.divide(s);
+      value[e] = temperature.divide((seen >> e) & 1u ? changed : s);
+      key[e] = s > -infinity ? order_key(value[e]) : 0u;
     }
-  };
-  const Divisor penalty(params.repetition_penalty), temperature(params.temperature);
-  bool plain = (greedy || temperature.plain()) && (!penalised || penalty.plain());
-#pragma unroll
-  for (int e = 0; e < EPT; ++e) plain &= plain_score(score[e]);
-  if (plain) {
-    prepare([&](float s) { return penalty.divide(s); }, [&](float s) { return temperature.divide(s); });
   } else {
-    prepare([&](float s) { return __fdiv_rn(s, params.repetition_penalty); },
-            [&](float s) { return __fdiv_rn(s, params.temperature); });
+#pragma unroll
+    for (int e = 0; e < EPT; ++e) {
+      float& s = score[e];
+      if ((seen >> e) & 1u) s = s < 0.0f ? __fmul_rn(s, penalty.value) : __fdiv_rn(s, penalty.value);
+      nonfinite |= !(s < infinity);
+      // An infinite score stays one whatever the temperature: inf / inf would be NaN.
+      value[e] = s == infinity ? s : __fdiv_rn(s, temperature.value);
+      key[e] = s > -infinity ? order_key(value[e]) : 0u;
+    }
   }
-  uint32_t max_key = 0, min_key = kAll;
+  // A lowest key of 0, which no candidate has, says that a score was not finite.
+  uint32_t max_key = 0, min_key = nonfinite ? 0 : kAll;
 #pragma unroll
   for (int e = 0; e < EPT; ++e) {
     max_key = max(max_key, key[e]);
@@ -381,7 +406,7 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
   max_key = __reduce_max_sync(kAll, max_key);
   min_key = __reduce_min_sync(kAll, min_key);
   if (lane == 0) shared.warp_key[warp] = max_key, shared.warp_low[warp] = min_key;
-  nonfinite = Sync::any(nonfinite);
+  Sync::sync();
   if constexpr (kWarps % 4 == 0) {
 #pragma unroll
     for (int w = 0; w < kWarps; w += 4) {
@@ -391,13 +416,19 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
       min_key = min(min_key, min(min(low.x, low.y), min(low.z, low.w)));
     }
   }
+  nonfinite = min_key == 0;
   SampleResult result;
   result.status = nonfinite ? kStatusNonfinite : 0;
-  if (nonfinite && Sync::any(infinite != 0)) {
-    // With +inf present only the +inf codes stay: a finite score that overflowed in the division must go.
+  if (nonfinite) {
+    bool infinite = false;
 #pragma unroll
-    for (int e = 0; e < EPT; ++e)
-      if (!((infinite >> e) & 1u)) key[e] = 0;
+    for (int e = 0; e < EPT; ++e) infinite |= score[e] == infinity;
+    if (Sync::any(infinite)) {
+      // With +inf present only the +inf codes stay: a finite score that overflowed in the division must go.
+#pragma unroll
+      for (int e = 0; e < EPT; ++e)
+        if (score[e] != infinity) key[e] = 0;
+    }
   }
   if (max_key == 0) {
     result.status |= kStatusEmpty;
@@ -422,67 +453,61 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
 
   const float max_value = key_value(max_key);
   // The product with 2^32 is exact; what is rounded, to even, is its fraction.
-  const unsigned long long top_p_fixed = __float2ull_rn(__fmul_rn(params.top_p, 0x1p32f));
+  const uint32_t top_p_fixed = __float2uint_rn(__fmul_rn(params.top_p, 0x1p32f));
   const auto below_max = [&](int e) { return key[e] == max_key ? 0.0f : __fsub_rn(max_value, value[e]); };
 
   bool select_k = false;
   if (top_k_on) {
-    // Bins of equal width from the maximum to the minimum. Any monotone map would do: what shares the edge bin with the
-    // k-th code is listed too, and the list is exact.
-    const float range = __fsub_rn(max_value, key_value(min_key));
-    const float bins_per_unit = range > 0.0f && range < infinity ? __fdividef(kSampleBins, range) : 0.0f;
+    // Bins of equal width down from the maximum. Any monotone map would do: what shares the edge bin with the k-th code
+    // is listed too, and the list is exact. Codes at kWeightless below the maximum or more weigh nothing and are left
+    // out.
+    constexpr float kWeightless = 23.0f;
+    const float range = nonfinite ? kWeightless : min(kWeightless, __fsub_rn(max_value, key_value(min_key)));
+    const float bins_per_unit = range > 0.0f ? __fdividef(kSampleBins, range) : 0.0f;
     int bin[EPT];
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {
-      bin[e] = key[e] ? min(kSampleBins - 1, static_cast<int>(below_max(e) * bins_per_unit)) : kSampleBins;
-      if (key[e]) atomicAdd(&shared.bins[bin[e]], 1u);
+      const float below = below_max(e);
+      const int inside = min(kSampleBins - 1, static_cast<int>(below * bins_per_unit));
+      // One more bin, never read, for what is left out.
+      bin[e] = key[e] && below < kWeightless ? inside : kSampleBins;
+      atomicAdd(&shared.bins[bin[e]], 1u);
     }
     Sync::sync();
-    // Every warp finds the bin of the k-th code for itself: no barrier is needed to share it.
+    // Every warp finds the bin of the k-th code for itself: no barrier is needed to share it. If there are fewer codes,
+    // the last bin.
     const uint4 count = *reinterpret_cast<const uint4*>(&shared.bins[lane * 4]);
     const uint32_t to_x = count.x, to_y = to_x + count.y, to_z = to_y + count.z, to_w = to_z + count.w;
     const uint32_t inclusive = warp_inclusive_scan(to_w, lane), before = inclusive - to_w;
-    const uint32_t wanted = static_cast<uint32_t>(top_k);
-    const uint32_t candidates = __shfl_sync(kAll, inclusive, 31);
+    const uint32_t wanted = static_cast<uint32_t>(top_k), missing = wanted - before;
     const uint32_t reached = __ballot_sync(kAll, inclusive >= wanted);
-    int edge_bin = kSampleBins - 1;
-    uint32_t listed = candidates;
-    if (reached) {
-      const uint32_t missing = wanted - before;
-      const int step = missing <= to_x ? 0 : missing <= to_y ? 1 : missing <= to_z ? 2 : 3;
-      const uint32_t through = before + (step == 0 ? to_x : step == 1 ? to_y : step == 2 ? to_z : to_w);
-      const int owner = __ffs(reached) - 1;
-      edge_bin = __shfl_sync(kAll, lane * 4 + step, owner);
-      listed = __shfl_sync(kAll, through, owner);
-    }
+    const uint32_t step = missing <= to_x ? 0 : missing <= to_y ? 1 : missing <= to_z ? 2 : 3;
+    const uint32_t through = before + (step == 0 ? to_x : step == 1 ? to_y : step == 2 ? to_z : to_w);
+    const uint32_t edge = __shfl_sync(kAll, through << 8 | (lane * 4 + step), reached ? __ffs(reached) - 1 : 31);
+    const int edge_bin = static_cast<int>(edge & 255u), listed = static_cast<int>(edge >> 8);
     if (listed <= kListCapacity) {
-      uint32_t chosen[EPT], mine = 0;
+      uint32_t mine = 0, at = 0;
+#pragma unroll
+      for (int e = 0; e < EPT; ++e) mine += bin[e] <= edge_bin;
+#pragma unroll
+      for (int bit = 1; bit <= EPT; bit <<= 1)
+        at += bit * __popc(__ballot_sync(kAll, (mine & bit) != 0) & ((1u << lane) - 1u));
+      if (lane == 31) shared.listed[warp] = static_cast<uint8_t>(at + mine);
 #pragma unroll
       for (int e = 0; e < EPT; ++e) {
-        chosen[e] = __ballot_sync(kAll, bin[e] <= edge_bin);
-        mine += __popc(chosen[e]);
-      }
-      if (mine) {
-        uint32_t at = 0;
-        if (lane == 0) at = atomicAdd(&shared.list_count, mine);
-        at = __shfl_sync(kAll, at, 0);
-#pragma unroll
-        for (int e = 0; e < EPT; ++e) {
-          if (bin[e] <= edge_bin)
-            shared.list_order[at + __popc(chosen[e] & ((1u << lane) - 1u))] =
-                (static_cast<unsigned long long>(key[e]) << 32) | ~static_cast<uint32_t>(tid * EPT + e);
-          at += __popc(chosen[e]);
-        }
+        if (bin[e] <= edge_bin)
+          shared.list[warp][at++] =
+              (static_cast<unsigned long long>(key[e]) << 32) | static_cast<uint32_t>(tid * EPT + e);
       }
       Sync::sync();
-      const int length = static_cast<int>(listed);
-      result.code = length <= 32 ? draw_from_list<1, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
-                                                           params.word, lane, warp)
-                                 : draw_from_list<2, Sync>(shared, length, max_value, top_k, top_p_on, top_p_fixed,
-                                                           params.word, lane, warp);
+      if (kWarps == 1 || listed <= 32)
+        result.code = draw_from_list<1, Sync>(shared, listed, max_value, top_k, top_p_on, top_p_fixed, lane, warp);
+      else
+        result.code = draw_from_list<(kWarps > 1 ? 2 : 1), Sync>(shared, listed, max_value, top_k, top_p_on,
+                                                                 top_p_fixed, lane, warp);
       return result;
     }
-    select_k = candidates > wanted;
+    select_k = reached != 0;
   }
 
   uint32_t weight[EPT];
@@ -524,7 +549,7 @@ __device__ __forceinline__ SampleResult sample_row(SampleShared<THREADS>& shared
     }
     exclusive = block_exclusive_scan<THREADS, Sync>(mine, shared.warp_sum, &total, tid);
   }
-  const unsigned long long target = scaled(params.word, total);
+  const unsigned long long target = scaled(shared.word, total);
   if (exclusive <= target && target < exclusive + mine) {
 #pragma unroll
     for (int e = 0; e < EPT; ++e) {

@@ -42,8 +42,8 @@ const char* draw_row(const SampleCodebookParams& params, int b, uint32_t order) 
   sampling.top_k = params.top_k[row];
   sampling.top_p = params.top_p[row];
   sampling.repetition_penalty = params.repetition_penalty ? params.repetition_penalty[row] : 1.0f;
-  sampling.word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
-                                      : philox_word(params.seed[row], params.frame[row], params.channel);
+  const uint32_t word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
+                                            : philox_word(params.seed[row], params.frame[row], params.channel);
   const float* logits = static_cast<const float*>(params.logits) + b * params.logits_row_stride;
   const int64_t words = (params.vocab + 31) / 32;
   int32_t* seen = params.seen ? params.seen + (row * params.codebooks + params.codebook) * words : nullptr;
@@ -58,13 +58,15 @@ const char* draw_row(const SampleCodebookParams& params, int b, uint32_t order) 
       // What lies behind the row must not matter.
       score[e] = id < params.vocab ? logits[id] : INFINITY;
     }
+    if (tid == 0) shared.word = word;
     const uint32_t bits = seen ? seen_bits<EPT>(seen, params.vocab, tid) : 0u;
     results[tid] = sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, bits, tid);
   });
   if (error) return error;
   const SampleResult result = results[0];
-  for (const SampleResult& other : results)
-    if (other.code != result.code || other.status != result.status) return "threads return different results";
+  for (int tid = 1; tid < 32; ++tid)
+    if (results[tid].code != result.code || results[tid].status != result.status)
+      return "threads return different results";
   if (result.code < 0 || result.code >= params.vocab) return "the code is outside the vocabulary";
   *code = result.code;
   params.status[b] = result.status;
