@@ -9,7 +9,6 @@ namespace moss {
 namespace {
 
 constexpr char kOp[] = "sample_codebook";
-constexpr int kAloneRows = 64, kAloneBytes = 112 * 1024;
 
 template <int THREADS>
 struct BlockSync {
@@ -63,52 +62,141 @@ __device__ __forceinline__ float load_now(const float* pointer) {
   asm volatile("ld.relaxed.cta.global.f32 %0, [%1];" : "=f"(value) : "l"(pointer));
   return value;
 }
-__device__ __forceinline__ int64_t load_now(const int64_t* pointer) {
-  int64_t value;
+__device__ __forceinline__ uint64_t load_now(const int64_t* pointer) {
+  uint64_t value;
   asm volatile("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(value) : "l"(pointer));
   return value;
 }
 
-template <typename T, int THREADS, int EPT, bool DEPENDENT>
-__global__ void __launch_bounds__(THREADS) sample_codebook_kernel(const SampleCodebookParams params) {
-  __shared__ SampleShared<THREADS> shared;
-  const int b = blockIdx.x, tid = threadIdx.x;
-  if constexpr (DEPENDENT) {
-    cudaTriggerProgrammaticLaunchCompletion();
-    cudaGridDependencySynchronize();
+// Loads that may race with the kernel ahead: they leave no copy in L1 for those that come after the wait.
+__device__ __forceinline__ int32_t peek(const int32_t* pointer) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
+__device__ __forceinline__ uint64_t peek(const int64_t* pointer) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(pointer));
+  return value;
+}
+
+// Brings a line into L2. The address is an output too: the compiler would else work it out again, after the wait.
+template <typename T>
+__device__ __forceinline__ void prefetch(T*& pointer) {
+  asm volatile("prefetch.global.L2 [%0];" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+}
+
+// Where a pool row has what a draw reads.
+struct RequestPointers {
+  const int64_t* seed;
+  const int32_t* frame;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* temperature;
+  const float* repetition_penalty;
+  int32_t* seen;
+
+  RequestPointers() = default;
+  __device__ __forceinline__ RequestPointers(const SampleCodebookParams& params, int row)
+      : seed(params.seed + row),
+        frame(params.frame + row),
+        top_k(params.top_k + row),
+        top_p(params.top_p + row),
+        temperature(params.temperature + row),
+        repetition_penalty(params.repetition_penalty ? params.repetition_penalty + row : nullptr),
+        seen(params.seen ? params.seen + (static_cast<int64_t>(row) * params.codebooks + params.codebook) *
+                                             ((params.vocab + 31) / 32)
+                         : nullptr) {}
+
+  __device__ __forceinline__ void prefetch_all() {
+    prefetch(seed), prefetch(frame), prefetch(top_k), prefetch(top_p), prefetch(temperature);
+    if (repetition_penalty) prefetch(repetition_penalty);
+    if (seen) prefetch(seen);
   }
-  const int64_t row = load_now(params.row_map + b);
-  const bool active = params.active[b];
-  T logit[EPT];
-  load_logits<T, EPT>(static_cast<const T*>(params.logits) + b * params.logits_row_stride, params.vocab, tid, logit);
+};
+
+struct Request {
+  SampleParams sampling;
+  uint32_t seen;      // bits of the thread's ids
+  uint64_t seed = 0;  // this and `frame` in the first warp alone, which makes the random word
+  uint32_t frame = 0;
+};
+
+template <int EPT>
+__device__ __forceinline__ Request load_request(const RequestPointers& at, int vocab, int tid) {
+  Request request;
+  request.sampling.temperature = load_now(at.temperature);
+  request.sampling.repetition_penalty = at.repetition_penalty ? load_now(at.repetition_penalty) : 1.0f;
+  request.seen = at.seen ? seen_bits<EPT>(at.seen, vocab, tid) : 0u;
+  request.sampling.top_k = load_now(at.top_k);
+  request.sampling.top_p = load_now(at.top_p);
+  if (tid < 32) request.seed = load_now(at.seed), request.frame = static_cast<uint32_t>(load_now(at.frame));
+  return request;
+}
+
+// With the 1, the compiler keeps the addresses made ahead of the wait in registers.
+template <typename T, int THREADS, int EPT, bool DEPENDENT>
+__global__ void __launch_bounds__(THREADS, 1) sample_codebook_kernel(const SampleCodebookParams params) {
+  __shared__ SampleShared<THREADS> shared;
+  // threadIdx.z is 0, but not for the compiler: values that all threads share would take the slower uniform units.
+  const int b = blockIdx.x + threadIdx.z, tid = threadIdx.x;
+  const uint32_t channel = static_cast<uint32_t>(params.channel);
+  const T* logits = static_cast<const T*>(params.logits) + b * params.logits_row_stride;
+  const int32_t* row_map = params.row_map + b;
+  const uint8_t* active_flag = params.active + b;
   int64_t* code = params.code + b * params.code_stride;
+  uint64_t seed = 0;
+  uint32_t frame = 0;
+  int guess;
+  RequestPointers pointers;
+  if constexpr (DEPENDENT) {
+    // The kernel ahead may still write what is read here. It seldom does, and then the random word is ready before the
+    // wait ends, and loads after it need not wait for the row.
+    guess = min(max(peek(row_map), 0), params.pool_rows - 1);
+    pointers = RequestPointers(params, guess);
+    if (tid < 32) {
+      seed = peek(pointers.seed), frame = static_cast<uint32_t>(peek(pointers.frame));
+      shared.word = philox_word(seed, frame, channel);
+    }
+    prefetch(logits), prefetch(row_map), prefetch(active_flag);
+    pointers.prefetch_all();
+    cudaGridDependencySynchronize();
+    // Not ahead of the wait: launch after launch would then crowd the multiprocessors with blocks that wait.
+    cudaTriggerProgrammaticLaunchCompletion();
+  } else {
+    guess = *row_map;
+    pointers = RequestPointers(params, guess);
+  }
+  const int row = load_now(row_map);
+  const bool active = *active_flag;
+  T logit[EPT];
+  load_logits<T, EPT>(logits, params.vocab, tid, logit);
+  Request request = load_request<EPT>(pointers, params.vocab, tid);
   if (!active) {
     if (tid == 0) *code = params.pad_id;
     return;
   }
-  const int64_t words = (params.vocab + 31) / 32;
-  int32_t* seen = params.seen ? params.seen + (row * params.codebooks + params.codebook) * words : nullptr;
-  const uint32_t bits = seen ? seen_bits<EPT>(seen, params.vocab, tid) : 0u;
-  const uint64_t seed = static_cast<uint64_t>(load_now(params.seed + row));
-  // threadIdx.z is 0, but not for the compiler: values that all threads share would take the slower uniform units.
-  const uint32_t frame = static_cast<uint32_t>(load_now(params.frame + row)) + threadIdx.z;
-  SampleParams sampling;
-  sampling.top_k = load_now(params.top_k + row);
-  sampling.top_p = load_now(params.top_p + row);
-  sampling.temperature = load_now(params.temperature + row);
-  sampling.repetition_penalty = params.repetition_penalty ? load_now(params.repetition_penalty + row) : 1.0f;
-  if (tid < 32)
-    shared.word = params.random_words ? static_cast<uint32_t>(params.random_words[b])
-                                      : philox_word(seed, frame, static_cast<uint32_t>(params.channel));
+  if (row != guess) {
+    pointers = RequestPointers(params, row);
+    request = load_request<EPT>(pointers, params.vocab, tid);
+  }
+  if (tid < 32) {
+    if (params.random_words)
+      shared.word = static_cast<uint32_t>(params.random_words[b]);
+    else if (!DEPENDENT || request.seed != seed || request.frame != frame)
+      shared.word = philox_word(request.seed, request.frame, channel);
+  }
   float score[EPT];
 #pragma unroll
   for (int e = 0; e < EPT; ++e) score[e] = to_float(logit[e]);
   const SampleResult result =
-      sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, sampling, bits, tid);
+      sample_row<THREADS, EPT, BlockSync<THREADS>>(shared, score, params.vocab, request.sampling, request.seen, tid);
   if (tid == 0) {
     *code = result.code;
     params.status[b] = result.status;
-    if (seen && !(result.status & kStatusEmpty)) atomicOr(&seen[result.code >> 5], 1 << (result.code & 31));
+    if (pointers.seen && !(result.status & kStatusEmpty))
+      atomicOr(&pointers.seen[result.code >> 5], 1 << (result.code & 31));
   }
 }
 
@@ -116,17 +204,7 @@ template <typename T, int THREADS, int EPT>
 MossStatus launch(const SampleCodebookParams& params) {
   auto* kernel = params.dependent_launch ? sample_codebook_kernel<T, THREADS, EPT, true>
                                          : sample_codebook_kernel<T, THREADS, EPT, false>;
-  // A draw is a chain of latencies. So much shared memory, though unused, keeps two blocks from sharing a
-  // multiprocessor; above kAloneRows the next launch's blocks would find none free.
-  int dynamic_bytes = 0;
-  if (THREADS > 32 && params.batch <= kAloneRows) {
-    const MossStatus status =
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAloneBytes), kOp,
-                   "cudaFuncSetAttribute");
-    if (status != MOSS_OK) return status;
-    dynamic_bytes = kAloneBytes;
-  }
-  return launch_kernel(kOp, kernel, params, dim3(params.batch), dim3(THREADS), dynamic_bytes);
+  return launch_kernel(kOp, kernel, params, dim3(params.batch), dim3(THREADS));
 }
 
 template <typename T>

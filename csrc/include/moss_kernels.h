@@ -92,7 +92,7 @@ typedef struct SampleCodebookParams {
   int64_t pad_id;       /* code of inactive rows */
   const void* logits;   /* [B, V] of `logits_dtype`, rows contiguous, aligned to the element */
   MossDtype logits_dtype;
-  int32_t dependent_launch;   /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch;   /* 1: launch with programmatic stream serialization (reads before the wait are repeated) */
   int64_t logits_row_stride;  /* elements, >= V if B > 1 */
   const int32_t* row_map;     /* [B] pool row of each batch row */
   const uint8_t* active;      /* [B] 0: the row gets pad_id and nothing else of it is written */

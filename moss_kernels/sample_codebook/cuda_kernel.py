@@ -74,7 +74,8 @@ def sample_codebook_cuda(
 ) -> None:
     """See `moss_kernels.sample_codebook`. One thread block per batch row.
 
-    Launched with programmatic stream serialization: the kernel waits for the one before it ahead of its first read.
+    Launched with programmatic stream serialization: the kernel reads ahead of its wait for the one before it, and again
+    after the wait.
     """
     params = SampleCodebookParams(
         struct_size=ctypes.sizeof(SampleCodebookParams),
