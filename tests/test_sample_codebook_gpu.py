@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from moss_kernels import SamplingParams, sample_codebook
 from moss_kernels.sample_codebook import sample_codebook_reference
@@ -55,6 +58,36 @@ def test_benchmark_cases(name, case):
 
 def test_the_op_draws_as_the_reference():
     require_same_draws(sample_codebook, sample_codebook_inputs(128, 1024, seed=5), "cuda")
+
+
+@triton.jit
+def _advance_late(row_map, frame, seed, ROWS: tl.constexpr):
+    """The kernel behind may start at once; what it reads of [ROWS] row_map, frame and seed changes 0.1 ms later."""
+    gdc_launch_dependents()
+    row = tl.arange(0, ROWS)
+    next_row = tl.load(row_map + (row + 1) % ROWS)
+    next_frame = tl.load(frame + row) + 1
+    next_seed = tl.load(seed + row) + 5
+    sleep: tl.constexpr = "nanosleep.u32 100000; mov.b32 $0, $1;"
+    late = tl.inline_asm_elementwise(sleep, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(row_map + late, next_row)
+    tl.store(frame + late, next_frame)
+    tl.store(seed + late, next_seed)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_what_the_kernel_ahead_writes_late_is_what_is_read(name):
+    batch = 64
+    expected, actual = (SAMPLE_CODEBOOK_CASES[1].inputs(device) for device in ("cpu", "cuda"))
+    code = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    status = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    for step in range(8):
+        _advance_late[(1,)](actual.row_map, actual.state.frame, actual.state.seed, batch, num_warps=1)
+        implementation("sample_codebook", name)(*actual.arguments(code, status))
+        expected.row_map = expected.row_map.roll(-1)
+        expected.state.frame[:batch] += 1
+        expected.state.seed[:batch] += 5
+        require_equal(f"code of step {step}", code, expected.run(sample_codebook_reference)[0])
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
