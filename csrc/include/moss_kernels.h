@@ -374,6 +374,38 @@ typedef struct CodecLinearParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_codec_linear(const CodecLinearParams* params);
 
+/* ---- prefill_linear -------------------------------------------------------------------------------------------- */
+
+typedef enum PrefillLinearMode {
+  MOSS_LINEAR_WHOLE = 0,   /* out [M, N] bf16 = product */
+  MOSS_LINEAR_GATE_UP = 1, /* out [M, N/2] bf16 = SiLU(even outputs) * odd outputs */
+  MOSS_LINEAR_PARTIAL = 2, /* out [S, M, N] fp32 = the sum over each slice of K */
+  MOSS_LINEAR_ADD = 3      /* out [M, N] bf16 += the sums over the slices of K, in order, rounded once */
+} PrefillLinearMode;
+
+/* x @ weight^T for many rows: products of the tensor cores, sums in fp32. The sum over a slice runs in an order of its own
+ * length alone, so a row's result is bitwise the same whatever the number of rows. */
+typedef struct PrefillLinearParams {
+  uint32_t struct_size; /* sizeof(PrefillLinearParams) */
+  uint32_t abi_version; /* MOSS_ABI_VERSION */
+  PrefillLinearMode mode;
+  int32_t rows;    /* M, >= 0 */
+  int32_t outputs; /* N, a multiple of 16 */
+  int32_t inputs;  /* K, a multiple of 64 * slices */
+  int32_t slices;  /* S, 1 .. 64; 1 unless PARTIAL or ADD */
+  int32_t columns; /* outputs of a tile, with the same result: 128, 192 (GATE_UP), 200 (PARTIAL, ADD), 256 (not ADD); 0:
+                      the fastest */
+  const void* x;      /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
+  const void* weight; /* [N, K] bf16 contiguous */
+  void* out;          /* written; read too with ADD */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t reserved;
+  void* stream; /* cudaStream_t */
+} PrefillLinearParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_prefill_linear(const PrefillLinearParams* params);
+
 /* ---- ring_attention -------------------------------------------------------------------------------------------- */
 
 /* Attention of a short chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees

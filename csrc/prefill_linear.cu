@@ -1,0 +1,398 @@
+// moss_prefill_linear: for many rows, where the time is that of the tensor cores. A persistent block takes tiles of 64
+// rows for each of its consumers, two or three warpgroups, and N outputs; one more thread keeps the copy engine ahead.
+// The sum over a slice of K runs in steps of 16 in ascending order in every tile, so that its size cannot show.
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <limits>
+
+#include "checks.h"
+#include "device/async_copy.cuh"
+#include "device/mma.cuh"
+#include "device/wgmma.cuh"
+#include "device/wgmma_swizzled.cuh"
+#include "launch.h"
+
+namespace moss {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr char kOp[] = "prefill_linear";
+constexpr int kGroupRows = 64;  // of a consumer
+constexpr int kStep = 64;       // columns of a stage: 128 bytes, as wide as the swizzle
+constexpr int kSharedBytes = 227 * 1024, kBarrierBytes = 1024, kAlignment = 1024;
+
+// What the kernel reads: the caller's parameters, the tensors as the copy engine sees them, and counts.
+struct Arguments : PrefillLinearParams {
+  CUtensorMap x_map, weight_map;
+  int row_tiles, column_tiles, tiles, steps;  // `steps`: of a slice
+};
+
+// A place in the ring of stages, and the parity of its barriers there.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+template <int N, int CONSUMERS>
+struct Shared {
+  static constexpr int kRows = kGroupRows * CONSUMERS, kRowBytes = kRows * kStep * 2;
+  static constexpr int kStageBytes = kRowBytes + N * kStep * 2;
+  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment) / kStageBytes;
+  static constexpr int kBytes = kStages * kStageBytes + kBarrierBytes + kAlignment;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t rows(int stage) const { return base + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kRowBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+};
+
+// First row and column of a tile, and its slice of K if slices are kept apart. Neighbours share their weights.
+template <int N, int CONSUMERS>
+struct Tile {
+  int row, column, slice;
+
+  __device__ __forceinline__ Tile(const Arguments& arguments, int index) {
+    row = index % arguments.row_tiles * Shared<N, CONSUMERS>::kRows;
+    const int rest = index / arguments.row_tiles;
+    column = rest % arguments.column_tiles * N;
+    slice = rest / arguments.column_tiles;
+  }
+};
+
+__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          destination),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+template <int N, int CONSUMERS>
+__device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+  Ring<shared.kStages> ring;
+  const int steps = arguments.mode == MOSS_LINEAR_PARTIAL ? arguments.steps : arguments.steps * arguments.slices;
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {
+    const Tile<N, CONSUMERS> tile(arguments, index);
+    for (int step = tile.slice * steps; step < (tile.slice + 1) * steps; ++step, ring.advance()) {
+      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+      const uint32_t full = shared.full(ring.stage);
+      barrier_expect(full, shared.kStageBytes);
+      tensor_load(shared.rows(ring.stage), arguments.x_map, step * kStep, tile.row, full);
+      tensor_load(shared.weights(ring.stage), arguments.weight_map, step * kStep, tile.column, full);
+    }
+  }
+}
+
+// The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
+template <int N, int CONSUMERS>
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS> shared,
+                                         Ring<Shared<N, CONSUMERS>::kStages>& ring, int steps, int group, bool wanted) {
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    const uint32_t a = swizzled_descriptor(shared.rows(ring.stage) + group * kGroupRows * kStep * 2);
+    const uint32_t b = swizzled_descriptor(shared.weights(ring.stage));
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    if (wanted) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) wgmma_swizzled(sum, a + 2 * k, b + 2 * k, step | k);
+      wgmma_commit();
+      wgmma_wait<1>();
+    }
+    if (step > 0 && threadIdx.x % 32 == 0) barrier_arrive(previous);
+    previous = shared.empty(ring.stage);
+  }
+  wgmma_wait<0>();
+  if (threadIdx.x % 32 == 0) barrier_arrive(previous);
+}
+
+// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = threadIdx.x & bit;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
+      (upper ? words[i] : words[i | bit]) = got;
+    }
+}
+
+// As the Triton kernel for few rows computes it, to the bit.
+__device__ __forceinline__ float gated(float gate, float up) {
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(gate), "f"(1.0f + exp2_approx(-gate * 1.4426950408889634f)));
+  return quotient * up;
+}
+
+// Where a thread's sums belong: rows `row` and row + 8, in each 8 columns from `column` on the thread's two.
+struct Place {
+  int64_t rows;
+  int outputs, column, quarter;
+  int64_t row;
+
+  __device__ __forceinline__ Place(const Arguments& arguments, int first_row, int first_column)
+      : rows(arguments.rows), outputs(arguments.outputs), column(first_column), quarter(threadIdx.x % 4) {
+    row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  }
+  // Of the two sums of `block` in the lower or upper row.
+  __device__ __forceinline__ bool inside(int block, int half) const {
+    return row + 8 * half < rows && column + 8 * block + 2 * quarter < outputs;
+  }
+  __device__ __forceinline__ int64_t offset(int block, int half) const {
+    return (row + 8 * half) * outputs + column + 8 * block + 2 * quarter;
+  }
+};
+
+// The sums as bf16, 16 bytes at a time: whole, or the gated ones, of which there are half as many.
+template <int N, bool GATE>
+__device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, bf16* out) {
+  constexpr int kBlocks = GATE ? 8 : 4, kShare = GATE ? 2 : 1;  // blocks of 8 columns that make four times 16 bytes
+  const int width = place.outputs / kShare;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = place.row + 8 * half;
+#pragma unroll
+    for (int block = 0; block < N / 8; block += kBlocks) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &sum[4 * (block + i * kShare) + 2 * half];
+        words[i] = GATE ? pack_bf16(gated(pair[0], pair[1]), gated(pair[4], pair[5])) : pack_bf16(pair[0], pair[1]);
+      }
+      transpose_quad(words);
+      uint4 packed = {words[0], words[1], words[2], words[3]};
+      if (GATE)
+        packed = {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410),
+                  __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)};
+      const int column = (place.column + 8 * block) / kShare + 8 * place.quarter;
+      if (row < place.rows && column < width) *reinterpret_cast<uint4*>(out + row * width + column) = packed;
+    }
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Place& place, float* out) {
+#pragma unroll
+  for (int block = 0; block < N / 8; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = {sum[4 * block + 2 * half], sum[4 * block + 2 * half + 1]};
+      if (place.inside(block, half)) *reinterpret_cast<float2*>(out + place.offset(block, half)) = pair;
+    }
+}
+
+// The stream's values of a tile, to and from float.
+template <int N>
+__device__ __forceinline__ void load_stream(float (&total)[N / 2], const Place& place, const bf16* stream) {
+#pragma unroll
+  for (int block = 0; block < N / 8; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pair = 0;
+      if (place.inside(block, half)) pair = *reinterpret_cast<const uint32_t*>(stream + place.offset(block, half));
+      const float2 wide = unpack_bf16(pair);
+      total[4 * block + 2 * half] = wide.x, total[4 * block + 2 * half + 1] = wide.y;
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void store_stream(const float (&total)[N / 2], const Place& place, bf16* stream) {
+#pragma unroll
+  for (int block = 0; block < N / 8; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t pair = pack_bf16(total[4 * block + 2 * half], total[4 * block + 2 * half + 1]);
+      if (place.inside(block, half)) *reinterpret_cast<uint32_t*>(stream + place.offset(block, half)) = pair;
+    }
+}
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS>
+__device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+  Ring<shared.kStages> ring;
+  const int group = threadIdx.x / 128 - 1;
+  bf16* const out = static_cast<bf16*>(arguments.out);
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {
+    const Tile<N, CONSUMERS> tile(arguments, index);
+    const int first_row = tile.row + group * kGroupRows;
+    const bool wanted = first_row < arguments.rows;
+    const Place place(arguments, first_row, tile.column);
+    float sum[N / 2];
+    if constexpr (MODE == MOSS_LINEAR_ADD) {
+      float total[N / 2];
+      load_stream<N>(total, place, out);
+      for (int slice = 0; slice < arguments.slices; ++slice) {
+        multiply(sum, shared, ring, arguments.steps, group, wanted);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) total[i] += sum[i];
+      }
+      store_stream<N>(total, place, out);
+    } else {
+      multiply(sum, shared, ring, arguments.steps, group, wanted);
+      if constexpr (MODE == MOSS_LINEAR_PARTIAL)
+        store_slice<N>(sum, place, static_cast<float*>(arguments.out) + tile.slice * place.rows * place.outputs);
+      else
+        store<N, MODE == MOSS_LINEAR_GATE_UP>(sum, place, out);
+    }
+  }
+}
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS>
+__global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
+    prefill_linear_kernel(const __grid_constant__ Arguments arguments) {
+  extern __shared__ char memory[];
+  const Shared<N, CONSUMERS> shared{(shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1)};
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < shared.kStages; ++stage) {
+      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.empty(stage), 4 * CONSUMERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  cudaGridDependencySynchronize();
+  if (threadIdx.x < 128) {
+    registers_shrink<24>();
+    if (threadIdx.x == 0) produce(arguments, shared);
+  } else {
+    registers_grow<CONSUMERS == 2 ? 240 : 160>();
+    consume<N, MODE>(arguments, shared);
+  }
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// A driver's function, so that the library needs no libcuda to load.
+MossStatus find_encode(Encode* encode) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const auto error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  *encode = reinterpret_cast<Encode>(found);
+  if (error == cudaSuccess && found == nullptr)
+    return set_error(MOSS_ERROR_NO_DEVICE, "`%s`: the driver has no cuTensorMapEncodeTiled", kOp);
+  return check_cuda(error, kOp, "cudaGetDriverEntryPointByVersion");
+}
+
+// A row-major bf16 matrix, for boxes of `box_rows` rows and kStep columns; what a box has beyond it is zero.
+MossStatus make_map(CUtensorMap* map, const void* pointer, int rows, int columns, int box_rows) {
+  static Encode encode = nullptr;
+  if (encode == nullptr) {
+    const MossStatus status = find_encode(&encode);
+    if (status != MOSS_OK) return status;
+  }
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t stride[] = {sizes[0] * 2};
+  const cuuint32_t box[] = {kStep, static_cast<cuuint32_t>(box_rows)}, ones[] = {1, 1};
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(pointer), sizes, stride,
+                                 box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return MOSS_OK;
+  return set_error(MOSS_ERROR_CUDA, "`%s`: cuTensorMapEncodeTiled failed with %d", kOp, static_cast<int>(result));
+}
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS>
+MossStatus launch(const PrefillLinearParams& params, int tiles, int multiprocessors) {
+  using Memory = Shared<N, CONSUMERS>;
+  Arguments arguments = {};
+  static_cast<PrefillLinearParams&>(arguments) = params;
+  arguments.row_tiles = (params.rows + Memory::kRows - 1) / Memory::kRows;
+  arguments.column_tiles = (params.outputs + N - 1) / N;
+  arguments.tiles = tiles;
+  arguments.steps = params.inputs / params.slices / kStep;
+  MossStatus status = make_map(&arguments.x_map, params.x, params.rows, params.inputs, Memory::kRows);
+  if (status == MOSS_OK) status = make_map(&arguments.weight_map, params.weight, params.outputs, params.inputs, N);
+  const auto kernel = prefill_linear_kernel<N, MODE, CONSUMERS>;
+  if (status == MOSS_OK)
+    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes), kOp,
+                        "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  const dim3 grid(tiles < multiprocessors ? tiles : multiprocessors);
+  return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Memory::kBytes);
+}
+
+// What there is a kernel for.
+struct Variant {
+  PrefillLinearMode mode;
+  int columns, consumers;
+  MossStatus (*launch)(const PrefillLinearParams&, int tiles, int multiprocessors);
+
+  int64_t tiles(const PrefillLinearParams& params) const {
+    const int64_t rows = kGroupRows * consumers, slices = mode == MOSS_LINEAR_PARTIAL ? params.slices : 1;
+    return (params.rows + rows - 1) / rows * ((params.outputs + columns - 1) / columns) * slices;
+  }
+};
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS = 2>
+constexpr Variant kVariant = {MODE, N, CONSUMERS, launch<N, MODE, CONSUMERS>};
+
+constexpr Variant kVariants[] = {
+    kVariant<256, MOSS_LINEAR_WHOLE>,   kVariant<128, MOSS_LINEAR_WHOLE>,      kVariant<256, MOSS_LINEAR_GATE_UP>,
+    kVariant<128, MOSS_LINEAR_GATE_UP>, kVariant<192, MOSS_LINEAR_GATE_UP, 3>, kVariant<256, MOSS_LINEAR_PARTIAL>,
+    kVariant<200, MOSS_LINEAR_PARTIAL>, kVariant<128, MOSS_LINEAR_PARTIAL>,    kVariant<200, MOSS_LINEAR_ADD>,
+    kVariant<128, MOSS_LINEAR_ADD>,
+};
+
+// The variant that keeps the multiprocessors busy for the shortest time.
+MossStatus dispatch(const PrefillLinearParams& params) {
+  int device = 0, multiprocessors = 0;
+  MossStatus status = check_cuda(cudaGetDevice(&device), kOp, "cudaGetDevice");
+  if (status == MOSS_OK)
+    status = check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp,
+                        "cudaDeviceGetAttribute");
+  if (status != MOSS_OK) return status;
+  const Variant* best = nullptr;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const Variant& variant : kVariants) {
+    if (variant.mode != params.mode || (params.columns != 0 && variant.columns != params.columns)) continue;
+    const int64_t waves = (variant.tiles(params) + multiprocessors - 1) / multiprocessors;
+    const int64_t time = waves * variant.columns * variant.consumers;
+    if (time < least) best = &variant, least = time;
+  }
+  if (best == nullptr)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `columns` must be a width that the mode has, got %d", kOp,
+                     params.columns);
+  const int64_t tiles = best->tiles(params);
+  if (tiles > std::numeric_limits<int>::max() - multiprocessors)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `rows` must be fewer, got %d", kOp, params.rows);
+  return best->launch(params, static_cast<int>(tiles), multiprocessors);
+}
+
+MossStatus check(const PrefillLinearParams& params) {
+  MossStatus status = check_range(kOp, "mode", params.mode, MOSS_LINEAR_WHOLE, MOSS_LINEAR_ADD);
+  if (status == MOSS_OK) status = check_at_least(kOp, "rows", params.rows, 0);
+  const bool sliced = params.mode == MOSS_LINEAR_PARTIAL || params.mode == MOSS_LINEAR_ADD;
+  if (status == MOSS_OK) status = check_range(kOp, "slices", params.slices, 1, sliced ? 64 : 1);
+  if (status == MOSS_OK) status = check_at_least(kOp, "outputs", params.outputs, 16);
+  if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kStep);
+  if (status == MOSS_OK && (params.outputs % 16 != 0 || params.inputs % (params.slices * kStep) != 0))
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                       "`%s`: `outputs` must be a multiple of 16 and `inputs` of %d, got %d and %d", kOp,
+                       params.slices * kStep, params.outputs, params.inputs);
+  if (status == MOSS_OK) status = check_pointer(kOp, "x", params.x, 16);
+  if (status == MOSS_OK) status = check_pointer(kOp, "weight", params.weight, 16);
+  if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 16);
+  return status;
+}
+
+}  // namespace
+}  // namespace moss
+
+extern "C" MossStatus moss_prefill_linear(const PrefillLinearParams* params) {
+  using namespace moss;
+  MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK) status = check(*params);
+  return status == MOSS_OK && params->rows > 0 ? dispatch(*params) : status;
+}
