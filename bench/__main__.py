@@ -27,6 +27,7 @@ BENCHMARKS = {
     "local_frame": ("local_frame",),
     "ring_attention": ("ring_attention", "ring_kv_write"),
     "backbone": ("backbone_linear", "paged_attention", "backbone_step"),
+    "prefill_linear": ("prefill_linear",),
     "codec_chunk": ("codec_chunk",),
     "frame_graph": ("frame_graph", "prefill"),
     "engine": ("engine",),

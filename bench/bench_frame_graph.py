@@ -129,19 +129,8 @@ class Bench:
             self.model.transformer(self.model.embed(rows), self.model.transformer.new_cache(batch))
 
         shape = (batch, self._bucket(length), 0)
-        runs = {"runtime": partial(self.prefill.compute, *shape)}
-        if batch > 1:
-            # The choice that the runtime makes between the two costs what the slower one costs more.
-            runs["at_once"] = partial(self._pass, False, *shape)
-            runs["by_prompt"] = partial(self._pass, True, *shape)
-        return [harness.Variant(name, run, lambda: None) for name, run in (runs | {"torch_graph": eager}).items()]
-
-    def _pass(self, by_prompt: bool, *shape: int) -> None:
-        prefill = self.prefill
-        kept = prefill.batch_invariant, prefill.flat
-        prefill.batch_invariant, prefill.flat = by_prompt, set()
-        prefill.compute(*shape)
-        prefill.batch_invariant, prefill.flat = kept
+        runs = {"runtime": partial(self.prefill.compute, *shape), "torch_graph": eager}
+        return [harness.Variant(name, run, lambda: None) for name, run in runs.items()]
 
     def _bucket(self, length: int) -> int:
         return min(bucket for bucket in self.prefill.lengths if bucket >= length - 1)
@@ -167,11 +156,6 @@ def measure(options: argparse.Namespace) -> None:
         for frames in (1, MULTI) if batch in TARGETS else (1,):
             case = bench.frame_case(batch, frames)
             harness.bench(case, partial(bench.frame_variants, batch, frames, frames == 1), options, seconds=seconds)
-    bench.prefill.compare_products()
-    compared = 4 * sum(rows > 1 for rows, *_ in bench.prefill.graphs.shapes)
-    print(
-        f"prefill: {len(bench.prefill.flat)} of {compared} products are the same over all prompts at once", flush=True
-    )
     for batch, length in PREFILLS:
         make = partial(bench.prefill_variants, batch, length)
         harness.bench(bench.prefill_case(batch, length), make, options, seconds=seconds)
@@ -184,7 +168,6 @@ def profile() -> None:
     bench = Bench(random_model("full", device="cuda", dtype=torch.bfloat16), max(TARGETS), CONTEXT)
     bench.check()
     bench.occupy()
-    bench.prefill.compare_products()
     for batch in TARGETS:
         bench.frame.fill_inputs(range(batch), batch)
         print_profile(f"frame_graph/B{batch}/ctx{CONTEXT}", partial(bench.run, batch, 1))

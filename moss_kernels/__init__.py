@@ -10,11 +10,11 @@ from .local_frame_decode import LocalFrameDecoder
 from .local_rope_attention import local_rope_attention, local_rope_attention_lookup
 from .paged_attention import AttentionScratch, paged_attention
 from .prefill_attention import prefill_attention
+from .prefill_linear import prefill_linear
 from .ring_attention import ring_attention
 from .ring_kv_write import ring_kv_write
 from .rms_norm import rms_norm
 from .sample_codebook import SamplingParams, SamplingState, sample_codebook
-from .silu_gate import silu_gate
 
 __all__ = [
     "AttentionScratch",
@@ -32,9 +32,9 @@ __all__ = [
     "local_rope_attention_lookup",
     "paged_attention",
     "prefill_attention",
+    "prefill_linear",
     "ring_attention",
     "ring_kv_write",
     "rms_norm",
     "sample_codebook",
-    "silu_gate",
 ]

@@ -153,7 +153,7 @@ def test_the_benchmark_runs_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_frame_graph", "--smoke"])
     bench_frame_graph.main()
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith(" ok") for line in lines) == 8
+    assert sum(line.endswith(" ok") for line in lines) == 6
 
 
 def test_the_benchmark_refuses_a_wrong_step():

@@ -85,7 +85,7 @@ def test_ranges_are_for_the_torch_profiler_only_inside():
     [
         ("frame", {"moss/frame": 2}, {"moss::sample_codebook": 26, "moss::paged_attention": 4}),
         # Prompts of one length are one pass.
-        ("prefill", {"moss/prefill": 2}, {"moss::kv_append": 4, "moss::silu_gate": 2}),
+        ("prefill", {"moss/prefill": 2}, {"moss::kv_append": 4, "moss::prefill_linear": 10}),
         ("codec", {"moss/codec_chunk": 2}, {"moss::dequantize_codes": 2, "moss::ring_attention": 14}),
         ("engine", {"moss/engine": 2, "moss/admit": 4}, {}),
     ],
@@ -105,7 +105,12 @@ def test_stages(demo, tmp_path, capsys, stage, ranges, operators):
         assert table["moss::frame_bookkeeping_end"] >= 6 and found["moss/codec_chunk"] >= 4
     assert {name: table[name] for name in operators} == operators
     rates = {name: rate for name, _, _, _, _, rate, *_ in lines}
-    known = {"moss::paged_attention", "moss::kv_append", "moss::silu_gate", "moss::ring_attention"} & operators.keys()
+    known = {
+        "moss::paged_attention",
+        "moss::kv_append",
+        "moss::prefill_linear",
+        "moss::ring_attention",
+    } & operators.keys()
     assert all(float(rates[name]) >= 0 for name in known) and rates["aten::select"] == "-"
     assert sum(float(share.rstrip("%")) for *_, share, _ in lines) == pytest.approx(100, abs=5)
     assert f"{stage}, 2 rows, 2 passes on cpu" in output and "gaps of" in output

@@ -8,6 +8,7 @@ import torch
 from moss_kernels.codec_linear import codec_linear
 from moss_kernels.local_frame_decode.reference import LocalFrameWeights
 from moss_kernels.paged_attention import AttentionScratch, paged_attention
+from moss_kernels.prefill_linear import prefill_linear
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.testing.backbone import PagedInputs
 from moss_kernels.testing.ring import RingInputs
@@ -40,6 +41,8 @@ def test_a_residual_is_read_and_written():
     assert noted(lambda: rms_norm(x, None, weight, 1e-6, out)) == {"moss::rms_norm": 4 * (16 + 8 + 16)}
     assert noted(lambda: rms_norm(x, partials, weight, 1e-6, out)) == {"moss::rms_norm": 4 * (32 + 48 + 8 + 16)}
     square, scale = torch.ones(8, 8), torch.ones(8)
+    assert noted(lambda: prefill_linear(x, square, out)) == {"moss::prefill_linear": 4 * (16 + 64 + 16)}
+    assert noted(lambda: prefill_linear(x, square, out, add=True)) == {"moss::prefill_linear": 4 * (16 + 64 + 32)}
     assert noted(lambda: codec_linear(x, square, out)) == {"moss::codec_linear": 4 * (16 + 64 + 16)}
     scaled = noted(lambda: codec_linear(x, square, out, scale=scale, scratch=torch.empty(16)))
     assert scaled == {"moss::codec_linear": 4 * (16 + 64 + 8 + 32)}
@@ -103,9 +106,9 @@ def test_bytes_go_to_the_longest_kernel_of_a_call():
 
 
 def test_what_is_not_known_is_left_out():
-    calls = [("moss::silu_gate", 10), ("moss::rms_norm", 20), ("moss::rms_norm", 30)]
-    # silu_gate's kernel also runs for somebody else; one of two norms is missing; and one launches nothing.
-    events = [Event("moss::silu_gate", 0, [("gate", 1)]), Event("other", 1, [("gate", 1)])]
+    calls = [("moss::backbone_linear", 10), ("moss::rms_norm", 20), ("moss::rms_norm", 30)]
+    # backbone_linear's kernel also runs for somebody else; one of two norms is missing; and one launches nothing.
+    events = [Event("moss::backbone_linear", 0, [("stream", 1)]), Event("other", 1, [("stream", 1)])]
     assert bytes_by_kernel([*events, Event("moss::rms_norm", 2, [("norm", 1)])], calls) == {}
     both = [Event("moss::rms_norm", 2, [("norm", 1)]), Event("moss::rms_norm", 3)]
     assert bytes_by_kernel([*events, *both], calls) == {"norm": 20}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moss_kernels import _library, sample_codebook, silu_gate
+from moss_kernels import _library, backbone_linear, sample_codebook
 from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
@@ -67,7 +67,7 @@ def flipped(compute, output):
     [
         # An op calls something else than its reference.
         ("moss_kernels.rms_norm", "add_rms_norm_reference", -1, "rms_norm (reference)"),
-        ("moss_kernels.silu_gate", "silu_gate_reference", -1, "silu_gate (reference)"),
+        ("moss_kernels.prefill_linear", "prefill_linear_reference", -1, "prefill_linear (reference)"),
         ("moss_kernels.paged_attention", "paged_attention_reference", 5, "paged_attention (reference)"),
         ("moss_kernels.prefill_attention", "prefill_attention_reference", -1, "prefill_attention (reference)"),
         ("moss_kernels.ring_kv_write", "ring_kv_write_reference", 3, "ring_kv_write (reference)"),
@@ -112,8 +112,8 @@ def test_streams_of_a_wrong_length_fail(demo, capsys, monkeypatch):
     assert (code, failed) == (1, ["streamed audio (eager)"]) and " samples, not " in output
 
 
-def gate_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(3, 8), torch.empty(3, 4)
+def linear_inputs() -> tuple[torch.Tensor, ...]:
+    return torch.randn(3, 8), torch.randn(4, 8), torch.empty(3, 4)
 
 
 def test_every_implementation_that_works_is_compared(monkeypatch):
@@ -131,22 +131,22 @@ def test_every_implementation_that_works_is_compared(monkeypatch):
     monkeypatch.setattr(ops, "_implementations", lambda device: contexts)
     results = Results()
     with ops.OpCheck(results):
-        silu_gate(*gate_inputs())
+        backbone_linear(*linear_inputs())
     found = {result.implementation: result for result in results}
     assert list(found) == ["triton", "reference"] and found["reference"].passed
     assert found["triton"].failure == "RuntimeError: no such instruction" and not results.passed
 
 
 def test_a_call_is_compared_once_and_leaves_its_arguments_alone():
-    results, (gate_up, out) = Results(), gate_inputs()
+    results, (x, weight, out) = Results(), linear_inputs()
     with ops.OpCheck(results):
         for _ in range(2):
-            silu_gate(gate_up, out)
-        silu_gate(gate_up.clone(), out)
+            backbone_linear(x, weight, out)
+        backbone_linear(x.clone(), weight, out)
     (result,) = results
     assert result.cases == 2
     expected = torch.empty_like(out)
-    silu_gate(gate_up, expected)
+    backbone_linear(x, weight, expected)
     assert torch.equal(out, expected)
 
 
@@ -154,9 +154,9 @@ def test_forced_backend_holds_for_a_while():
     requested, device = _library.requested_backend(), torch.device("cpu")
     with _library.forced_backend("reference"):
         assert _library.requested_backend() == "reference"
-        assert _library.backend_for("silu_gate", ("triton", "reference"), device) == "reference"
+        assert _library.backend_for("backbone_linear", ("triton", "reference"), device) == "reference"
         with _library.forced_backend("triton"), pytest.raises(NotImplementedError, match="MOSS_BACKEND=triton"):
-            _library.backend_for("silu_gate", ("triton", "reference"), device)
+            _library.backend_for("backbone_linear", ("triton", "reference"), device)
     assert _library.requested_backend() == requested
 
 

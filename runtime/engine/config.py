@@ -57,7 +57,6 @@ class EngineConfig:
         reference_cache_bytes: memory for codes of reference audio.
         reference_batch: clips that are encoded together; on a GPU fewer take as long.
         reference_wait_ms: how long the first clip waits for others.
-        batch_invariant: the bits of a request never depend on the others.
         graphs: False runs everything eagerly.
     """
 
@@ -90,7 +89,6 @@ class EngineConfig:
     reference_cache_bytes: int = 64 * 2**20
     reference_batch: int = 4
     reference_wait_ms: float = 5.0
-    batch_invariant: bool = True
     graphs: bool = True
 
     def __post_init__(self):

@@ -82,7 +82,7 @@ class Engine:
         self.stats, timer = Stats(), StageTimer(STAGES, model.device)
         self._timer = timer
         names = ("rows", "max_tokens", "max_frames", "pages", "frames_per_launch", "max_in_flight")
-        options = {name: getattr(config, name) for name in (*names, "batch_invariant", "graphs")}
+        options = {name: getattr(config, name) for name in (*names, "graphs")}
         self.runtime = Runtime(model, None, **options, metrics=metrics, timer=timer)
         self.stage = CodecStage(
             codec,

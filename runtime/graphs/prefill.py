@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moss_kernels.backbone_linear import split_count
 from moss_kernels.kv_append import kv_append
 from moss_kernels.prefill_attention import prefill_attention
+from moss_kernels.prefill_linear import prefill_linear
 from moss_kernels.rms_norm import rms_norm
-from moss_kernels.silu_gate import silu_gate
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
 from moss_runtime.graphs.capture import GraphSet, bucket_for
 from moss_runtime.model.tts import MossTTS
@@ -21,6 +22,9 @@ LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 ROWS = (1, 2, 4, 8)
 # Most tokens of a pass, padding included: running streams wait for no more than this between two frames.
 MAX_TOKENS = 2048
+# Tokens, padding included, from which a linear into the residual stream is faster in one piece than in slices of its
+# inputs. The bits are the same.
+WHOLE_TOKENS = 768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +55,11 @@ class Prefill:
     """Writes keys and values of prompts into their pages, several prompts of like length in one pass.
 
     Prompts are padded to a bucket of their own length, so the shapes that a prompt is computed in depend on its length
-    alone but for the number of prompts in the pass, which only the linears see: see `batch_invariant`.
+    alone but for the number of prompts in the pass, which only the linears see; and on a GPU those give a row the same
+    bits in any number of rows.
 
     Attributes:
         graphs: one for each (prompts, length bucket, 0); later pieces of long prompts run eagerly.
-        flat: (prompts, length, N, K) of products that over all prompts at once are known to give the bits of a product
-            for each prompt. Others run prompt by prompt if `batch_invariant`.
     """
 
     def __init__(
@@ -69,7 +72,6 @@ class Prefill:
         lengths: Sequence[int] = LENGTHS,
         rows: Sequence[int] = ROWS,
         max_tokens: int = MAX_TOKENS,
-        batch_invariant: bool = True,
         stream: torch.cuda.Stream | None = None,
         metrics: Metrics | None = None,
         graphs: bool = True,
@@ -84,7 +86,6 @@ class Prefill:
             lengths: length buckets; the largest is the most rows of a piece.
             rows: buckets of the number of prompts in a pass.
             max_tokens: most tokens of a pass of several prompts, padding included.
-            batch_invariant: the bits of a prompt never depend on what else is in the pass.
             stream: of the graphs.
             metrics: for replays and eager passes.
             graphs: False runs everything eagerly.
@@ -92,8 +93,6 @@ class Prefill:
         self.model, self.pool, self.kv, self._step = model, pool, kv, step
         self.lengths, self.rows = sorted(lengths), sorted(rows)
         self.max_tokens = max(max_tokens, self.lengths[-1])
-        self.batch_invariant = batch_invariant
-        self.flat: set[tuple[int, ...]] = set()
         shapes = [(b, length, 0) for b in self.rows for length in self.lengths if b * length <= self.max_tokens]
         columns = 1 + model.config.n_vq
         size = 2 * self.rows[-1] + max(b * (length + 1) * columns for b, length, _ in shapes)
@@ -102,9 +101,7 @@ class Prefill:
         self.graphs = GraphSet("prefill", shapes, self.compute, **options)
 
     def warm_up(self, progress=lambda: None) -> None:
-        """Find out which products may run over all prompts of a pass, then capture the graphs."""
-        if self.batch_invariant:
-            self.compare_products()
+        """Capture the graphs."""
         self._inputs.zero_()
         self._inputs[: self.rows[-1]] = self.kv.rows
         self.graphs.capture(progress)
@@ -164,54 +161,31 @@ class Prefill:
 
     def _layers(self, x: Tensor, cache: "PagedContext") -> None:
         """Run x [B*L, H] through the backbone for its keys and values; the last layer stops there."""
-        step, eps = self._step, self.model.config.backbone.rms_norm_eps
-        normed, inner = torch.empty_like(x), x.new_empty(len(x), step.layers[0].down.shape[1])
-        q = torch.zeros(len(x), step.layers[0].o.shape[1], dtype=x.dtype, device=x.device)
-        for index, layer in enumerate(step.layers):
-            last = index == len(step.layers) - 1
-            rms_norm(x, None, layer.input_norm, eps, normed)
-            qkv = self._linear(normed, layer.qkv, cache)
-            cache.append(index, qkv, layer, eps, step.cos_sin, q)
-            if last:
+        layers, eps = self._step.layers, self.model.config.backbone.rms_norm_eps
+        normed, qkv = torch.empty_like(x), x.new_empty(len(x), len(layers[0].qkv))
+        inner = x.new_empty(len(x), layers[0].down.shape[1])
+        q = torch.zeros(len(x), layers[0].o.shape[1], dtype=x.dtype, device=x.device)
+        partials = None
+        for index, layer in enumerate(layers):
+            rms_norm(x, partials, layer.input_norm, eps, normed)
+            prefill_linear(normed, layer.qkv, qkv)
+            cache.append(index, qkv, layer, eps, self._step.cos_sin, q)
+            if index == len(layers) - 1:
                 return
-            self._linear(cache.attend(index, q), layer.o, cache, residual=x)
-            rms_norm(x, None, layer.mlp_norm, eps, normed)
-            gate_up = self._linear(normed, layer.gate_up, cache)
-            silu_gate(gate_up, inner)
-            self._linear(inner, layer.down, cache, residual=x)
-
-    def _linear(self, x: Tensor, weight: Tensor, cache: "PagedContext", residual: Tensor | None = None) -> Tensor:
-        """x @ weight.T, added to the residual in place if there is one; prompt by prompt where that changes bits."""
-        known = (cache.rows, cache.length, *weight.shape) in self.flat
-        return _product(x, weight, residual, 1 if known or not self.batch_invariant else cache.rows)
-
-    def compare_products(self) -> None:
-        """Fill `flat`: each linear of the first layer, on random inputs, over all prompts at once and by prompt."""
-        layer = self._step.layers[0]
-        generator = torch.Generator(self.model.device).manual_seed(0)
-        for rows, length, _ in sorted(self.graphs.shapes):
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down) if rows > 1 else ():
-                like = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-                x = torch.randn(rows * length, weight.shape[1], **like)
-                residual = None
-                if weight is layer.o or weight is layer.down:
-                    residual = torch.randn(rows * length, weight.shape[0], **like)
-                at_once, by_prompt = (
-                    _product(x, weight, None if residual is None else residual.clone(), parts) for parts in (1, rows)
-                )
-                if torch.equal(at_once, by_prompt):
-                    self.flat.add((rows, length, *weight.shape))
+            partials = _add(cache.attend(index, q), layer.o, x)
+            rms_norm(x, partials, layer.mlp_norm, eps, normed)
+            prefill_linear(normed, layer.gate_up, inner, gate_up=True)
+            partials = _add(inner, layer.down, x)
 
 
-def _product(x: Tensor, weight: Tensor, residual: Tensor | None, parts: int) -> Tensor:
-    """x @ weight.T (+ residual, in place), for each of `parts` equal parts of the rows by itself."""
-    out = x.new_empty(len(x), len(weight)) if residual is None else residual
-    for rows, result in zip(x.chunk(parts), out.chunk(parts), strict=True):
-        if residual is None:
-            torch.mm(rows, weight.t(), out=result)
-        else:
-            torch.addmm(result, rows, weight.t(), out=result)
-    return out
+def _add(x: Tensor, weight: Tensor, stream: Tensor) -> Tensor | None:
+    """A linear of x [M, K] into the residual stream [M, N]: added, or the slices that the next norm is to add."""
+    if len(x) >= WHOLE_TOKENS:
+        prefill_linear(x, weight, stream, add=True)
+        return None
+    partials = torch.empty(split_count(*weight.shape), *stream.shape, device=x.device)
+    prefill_linear(x, weight, partials)
+    return partials
 
 
 class PagedContext:
@@ -222,12 +196,12 @@ class PagedContext:
 
     def __init__(self, kv: PagedKV, pool_rows: Tensor, counts: Tensor, length: int, start: int):
         """Args: pool_rows, counts: [B] int64. Row and number of tokens of each prompt, at positions from `start` on."""
-        self.kv, self.rows, self.length, self._start = kv, len(pool_rows), length, start
-        device = pool_rows.device
+        self.kv, self._start = kv, start
+        rows, device = len(pool_rows), pool_rows.device
         steps = torch.arange(length, device=device)
         self._tables, self._counts = kv.page_table[:, : kv.pages_for(start + length)][pool_rows], counts.int()
-        self._row_map = torch.arange(self.rows * length, dtype=torch.int32, device=device)
-        self._positions = (start + steps).int().repeat(self.rows)
+        self._row_map = torch.arange(rows * length, dtype=torch.int32, device=device)
+        self._positions = (start + steps).int().repeat(rows)
         self._token_tables = self._tables.repeat_interleave(length, 0)
         self._active = (steps < counts[:, None]).flatten()
 

@@ -53,7 +53,6 @@ class Runtime:
         max_in_flight: int = 2,
         prefill_tokens: int = MAX_TOKENS,
         chunks: Sequence[int] = CHUNKS,
-        batch_invariant: bool = True,
         graphs: bool = True,
         metrics: Metrics | None = None,
         timer: StageTimer | None = None,
@@ -73,7 +72,6 @@ class Runtime:
             prefill_tokens: most tokens of a prefill pass of several prompts. A step enqueues at most one pass while
                 other rows are live, so this bounds what a running stream waits for.
             chunks: frames of the codec's first, second ... chunk of a request; see `AudioFeed`.
-            batch_invariant: the bits of a request never depend on the others.
             graphs: False runs everything eagerly.
             metrics: for replays, eager steps, frames, seconds of audio; rows, pages and codec slots in use.
             timer: for the times of the stages `frame.STAGES` of each launch.
@@ -104,7 +102,7 @@ class Runtime:
         frames = {"buckets": buckets, "frames": (frames_per_launch,)}
         self.frame = FrameGraph(*parts, **frames, timer=timer, **graph_options)
         passes = {"rows": [count for count in ROWS if count <= largest], "max_tokens": prefill_tokens}
-        self.prefill = Prefill(*parts, **passes, batch_invariant=batch_invariant, **graph_options)
+        self.prefill = Prefill(*parts, **passes, **graph_options)
         self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks, metrics=metrics)
         if metrics is not None:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)

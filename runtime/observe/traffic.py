@@ -25,6 +25,10 @@ def _rms_norm(x, partials, weight, eps, out) -> int:
     return _all(x, None if partials is None else x, partials, weight, out)
 
 
+def _prefill_linear(x, weight, gate_up, add, out) -> int:
+    return _all(x, weight, out, out if add else None)
+
+
 def _kv_append(
     qkv, q_norm, k_norm, eps, cos_sin, key_pages, value_pages, table, positions, row_map, active, out
 ) -> int:
@@ -68,10 +72,10 @@ BYTES: dict[str, Callable[..., int]] = {
     "moss::dequantize_codes": _dequantize_codes,
     "moss::kv_append": _kv_append,
     "moss::paged_attention": _paged_attention,
+    "moss::prefill_linear": _prefill_linear,
     "moss::ring_attention": _ring_attention,
     "moss::ring_kv_write": _ring_kv_write,
     "moss::rms_norm": _rms_norm,
-    "moss::silu_gate": _all,
     "aten::mm": _all,
     "aten::addmm": _all,
 }

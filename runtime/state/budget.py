@@ -253,7 +253,7 @@ def _pool_bytes(config: ModelConfig, runtime: Runtime, device: torch.device, gra
     backbone = config.backbone
     queries = backbone.num_attention_heads * backbone.head_dim
     qkv = queries + 2 * backbone.num_key_value_heads * backbone.head_dim
-    width = 2 * backbone.hidden_size + queries + qkv + max(queries, 4 * backbone.intermediate_size)
+    width = 2 * backbone.hidden_size + 2 * queries + qkv + backbone.intermediate_size
     activations = runtime.prefill.max_tokens * width * runtime.model.dtype.itemsize
     return activations + GRAPH_BYTES * runtime.graph_count * (graphs and device.type == "cuda")
 

@@ -24,11 +24,11 @@ from moss_kernels.local_rope_attention.reference import (
 )
 from moss_kernels.paged_attention.reference import paged_attention_reference
 from moss_kernels.prefill_attention.reference import prefill_attention_reference
+from moss_kernels.prefill_linear.reference import prefill_linear_reference
 from moss_kernels.ring_attention.reference import ring_attention_reference
 from moss_kernels.ring_kv_write.reference import ring_kv_write_reference
 from moss_kernels.rms_norm.reference import add_rms_norm_reference
 from moss_kernels.sample_codebook.reference import sample_codebook_reference
-from moss_kernels.silu_gate.reference import silu_gate_reference
 from moss_runtime.verify.results import Result, Results, compare
 
 BACKENDS = ("cuda", "triton", "reference")
@@ -75,11 +75,11 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "local_rope_attention_lookup": _lookup,
     "paged_attention": lambda *arguments: paged_attention_reference(*arguments[:-2]),
     "prefill_attention": prefill_attention_reference,
+    "prefill_linear": prefill_linear_reference,
     "ring_attention": _ring_attention,
     "ring_kv_write": ring_kv_write_reference,
     "rms_norm": add_rms_norm_reference,
     _DRAW: sample_codebook_reference,
-    "silu_gate": silu_gate_reference,
 }
 
 
