@@ -7,13 +7,16 @@
 
 namespace moss {
 
-// Launch a kernel that takes a Params struct, on the struct's stream. With `dependent_launch` the kernel may start
-// before the one ahead of it in the stream has ended, and must itself wait for that one's writes.
+// Launch a kernel that takes a Params struct, on the struct's stream, with `dynamic_bytes` of shared memory beside what
+// it declares. With `dependent_launch` the kernel may start before the one ahead of it in the stream has ended, and
+// must itself wait for that one's writes.
 template <typename Params>
-MossStatus launch_kernel(const char* op, void (*kernel)(Params), const Params& params, dim3 grid, dim3 block) {
+MossStatus launch_kernel(const char* op, void (*kernel)(Params), const Params& params, dim3 grid, dim3 block,
+                         int dynamic_bytes = 0) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = dynamic_bytes;
   config.stream = static_cast<cudaStream_t>(params.stream);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
