@@ -83,6 +83,58 @@ def test_nobody_waits_longer_than_a_client_has_audio():
     assert ask(chunking, streams, 1.021) == [(0, 8)]
 
 
+def waiting(*known, chunks=4, **fields):
+    """Streams whose clients have much left to play."""
+    streams = [grown(count, chunks=chunks, **fields) for count in known]
+    for stream in streams:
+        stream.horizon = 100.0
+    return streams
+
+
+def test_a_call_has_a_length_that_pads_nobody():
+    chunking = make("streaming-balanced", chunk_wait_ms=0)
+    assert ask(chunking, waiting(11), 1.0) == [(0, 10)]
+
+
+def test_the_last_frames_of_all_are_padded_rather_than_cut():
+    chunking = make("streaming-balanced", final_wait_ms=0)
+    assert ask(chunking, waiting(11, final=True), 1.0) == [(0, 11)]
+
+
+def test_whoever_is_ready_goes_along_with_who_is_due():
+    chunking = make("streaming-balanced", chunk_wait_ms=80)
+    streams = waiting(8, 15, 0, 0)
+    chunking.update(streams[:1], 0.0)
+    assert ask(chunking, streams, 0.05) == []
+    assert ask(chunking, streams, 0.081) == [(0, 8), (1, 15)]
+
+
+def test_a_short_rest_does_not_cut_the_chunks_of_others():
+    chunking = make("streaming-low-latency")
+    streams = waiting(10, 2, chunks=5)
+    streams[1].final = True
+    # The first would fill the call of two frames many times over, but its own chunk is of 15.
+    assert ask(chunking, streams, 1.0) == [(1, 2)]
+    streams = waiting(12, 2, 2, chunks=5)
+    streams[1].final = True
+    assert ask(chunking, streams, 1.0) == [(1, 2), (0, 2)]
+
+
+def test_rows_that_would_be_padding_go_to_the_fullest_streams():
+    chunking = make("streaming-balanced", chunk_wait_ms=0)
+    streams = waiting(8, 8, 8, 4, 5, 3)
+    assert ask(chunking, streams, 1.0) == [(0, 8), (1, 8), (2, 8), (4, 5)]
+    assert ask(chunking, waiting(8, 8, 3, 7), 1.0) == [(0, 8), (1, 8), (3, 7)]
+
+
+def test_in_a_crowd_ramps_begin_with_their_second_size():
+    chunking = make("streaming-balanced", crowd=3)
+    streams = [Stream(known=1), Stream(known=1)]
+    assert ask(chunking, streams, 1.0) == [(0, 1), (1, 1)]
+    streams = [Stream(known=1), Stream(known=1), Stream(known=2)]
+    assert ask(chunking, streams, 1.0) == [(2, 2)]
+
+
 def test_streams_in_step_do_not_wait():
     chunking = make("streaming-balanced", chunk_wait_ms=80)
     streams = [grown(14, chunks=4) for _ in range(4)]

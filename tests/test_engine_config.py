@@ -95,7 +95,7 @@ def test_settings_from_a_file(tmp_path):
 
 
 def test_no_codec_call_is_prepared_for_more_frames_than_a_request_has():
-    assert EngineConfig(max_frames=6).chunk_lengths == (1, 2, 4, 6)
+    assert EngineConfig(max_frames=6).chunk_lengths == (1, 2, 3, 4, 6)
 
 
 @pytest.mark.parametrize(

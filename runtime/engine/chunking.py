@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Collection
 
-from moss_runtime.engine.config import EngineConfig
+from moss_runtime.engine.config import CODEC_BATCHES, EngineConfig
+from moss_runtime.graphs.capture import bucket_for
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,16 +46,19 @@ class Stream:
 class Chunking:
     """The policy of `EngineConfig`: ramp, waiting bounds, who joins a call made for others.
 
-    A call serves first chunks alone, or the streams whose wait is over; then its length is that of the longest of
-    these chunks, and streams whose own chunk would fill most of it join.
+    A call serves first chunks alone, or, once somebody's wait is over, everybody whose chunk is ready. Its length is
+    that of the longest of these chunks. Streams whose own chunk is nearly ready and would fill most of the call join;
+    what rows the call is padded with anyway go to those with the most frames.
     """
 
     def __init__(self, config: EngineConfig, frame_rate: float):
         """Args: frame_rate: frames of a second of audio."""
         self._config, self._frame_rate = config, frame_rate
+        self._crowded = False
 
     def update(self, streams: Collection[Stream], now: float, *, pressed: bool = False) -> None:
         """Note which chunks have become ready. pressed: frames must leave, so that whatever is pending is."""
+        self._crowded = len(streams) >= self._config.crowd
         for stream in streams:
             if not self._is_ripe(stream, pressed):
                 stream.ripe_since = None
@@ -76,15 +80,15 @@ class Chunking:
         due = [stream for stream in ripe if pressed or self.deadline(stream) <= now]
         first = [stream for stream in due if self._is_first(stream)]
         if first:
-            return self._cut(first, self._config.chunk_ramp[0])
-        if not idle:
+            return self._cut(first, self._ramp(0))
+        if not idle or not (due or self._most_are_full(streams)):
             return []
-        if not due and self._most_are_full(streams):
-            due = ripe
-        if not due:
+        chosen = sorted(ripe, key=self.deadline)
+        if not chosen:
             return []
-        length = max(self._frames(stream) for stream in due)
-        return self._cut(self._joined(due, streams, length), length)
+        length = max(map(self._length, chosen))
+        chosen += self._joining(chosen, streams, length)
+        return self._cut(chosen + self._riding(chosen, streams, length), length)
 
     def is_stalled(self, stream: Stream) -> bool:
         """Its client has to read before it goes on."""
@@ -112,10 +116,14 @@ class Chunking:
     def _is_first(self, stream: Stream) -> bool:
         return self._config.stream and stream.chunks == 0
 
+    def _ramp(self, chunks: int) -> int:
+        """Size of the chunk after so many."""
+        ramp = self._config.chunk_ramp
+        return ramp[min(chunks + self._crowded, len(ramp) - 1)]
+
     def _size(self, stream: Stream) -> int:
         """Frames that make its next chunk ready."""
-        ramp = self._config.chunk_ramp
-        return ramp[min(stream.chunks, len(ramp) - 1)]
+        return self._ramp(stream.chunks)
 
     def _is_ripe(self, stream: Stream, pressed: bool) -> bool:
         if stream.whole or not stream.pending or self.is_stalled(stream):
@@ -131,17 +139,33 @@ class Chunking:
         full = sum(self._frames(stream) == self._config.largest_chunk for stream in running)
         return full > 0 and 2 * full >= len(running)
 
-    def _joined(self, due: list[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
-        """The due streams, and others that fill enough of a call of `length` frames."""
-        least = max(self._config.join_fraction * length, 1)
-        return due + [stream for stream in streams if stream not in due and self._may_join(stream, least)]
+    def _length(self, stream: Stream) -> int:
+        """Length of a call for a stream's chunk: no padding, but for the sake of the last frames of all."""
+        frames, lengths = self._frames(stream), self._config.chunk_lengths
+        if stream.final and stream.pending == frames:
+            return bucket_for(frames, lengths)
+        return max((length for length in lengths if length <= frames), default=frames)
 
-    def _may_join(self, stream: Stream, least: float) -> bool:
-        if stream.whole or self._is_first(stream):
-            return False
-        return self._frames(stream) >= least or (stream.final and stream.ripe_since is not None)
+    def _joining(self, chosen: Collection[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
+        """Streams whose own chunk is nearly ready and fills most of a call."""
+        fraction = self._config.join_fraction
+        return [
+            stream
+            for stream in self._others(chosen, streams)
+            if self._frames(stream) >= max(fraction * max(length, self._size(stream)), 1)
+        ]
+
+    def _riding(self, chosen: Collection[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
+        """Streams for the rows that a call is padded with, those with the most frames first."""
+        others = self._others(chosen, streams)
+        half_full = [stream for stream in others if self._frames(stream) >= max(length / 2, 1)]
+        room = bucket_for(len(chosen), CODEC_BATCHES) - len(chosen)
+        return sorted(half_full, key=self._frames, reverse=True)[:room]
+
+    def _others(self, chosen: Collection[Stream], streams: Collection[Stream]) -> list[Stream]:
+        taken = set(chosen)
+        return [stream for stream in streams if not (stream in taken or stream.whole or self._is_first(stream))]
 
     def _cut(self, streams: list[Stream], length: int) -> list[tuple[Stream, int]]:
-        """At most a batch of them, the most urgent first."""
-        streams = sorted(streams, key=lambda s: math.inf if s.ripe_since is None else self.deadline(s))
+        """At most a batch of them, from the front."""
         return [(stream, min(self._frames(stream), length)) for stream in streams[: self._config.batch]]

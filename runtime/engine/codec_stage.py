@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from moss_runtime.engine.config import CODEC_BATCHES
 from moss_runtime.engine.transport import Transport
-from moss_runtime.graphs.capture import BUCKETS
 from moss_runtime.graphs.codec_chunk import CodecChunk
 from moss_runtime.graphs.requests import FrameDelta
 from moss_runtime.model.codec import Codec
@@ -86,7 +86,8 @@ class CodecStage:
         self.codec, self.transport, self.pcm = codec, transport, pcm
         self.chunk = CodecChunk(codec, slots, max_batch=batch, frames=lengths)
         on_gpu = codec.device.type == "cuda"
-        self.stream = torch.cuda.Stream(codec.device) if on_gpu else None
+        # Audio goes first: a row whose frames wait for the codec makes no new ones, and a step costs nearly the same.
+        self.stream = torch.cuda.Stream(codec.device, priority=-2) if on_gpu else None
         self.event: torch.cuda.Event | None = None
         rows = batch * max(lengths)
         config = codec.config
@@ -113,7 +114,7 @@ class CodecStage:
         return len(self._staging) == self._calls
 
     @torch.no_grad()
-    def warm_up(self, batches: Iterable[int] = BUCKETS) -> None:
+    def warm_up(self, batches: Iterable[int] = CODEC_BATCHES) -> None:
         """Capture the codec's graphs, for these batch sizes up to the largest."""
         with annotate(Range.WARM_UP), torch.cuda.stream(self.stream):
             self.chunk.capture({min(batch, self.chunk.max_batch) for batch in batches})

@@ -8,11 +8,14 @@ from typing import Any
 
 from moss_runtime.errors import UserError
 from moss_runtime.graphs.capture import BUCKETS
+from moss_runtime.graphs.codec_chunk import FRAMES
 from moss_runtime.graphs.prefill import ROWS as PREFILL_ROWS
 
 _MODES = Path(__file__).parents[1] / "assets" / "engine_modes.toml"
 SLOT_POLICIES = ("queue", "offline", "reject")
 PCM = ("float32", "int16")
+# Streams of a codec call, to which fewer are padded: what is padded is filled with streams that could have waited.
+CODEC_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Largest sensible value of a count or a number of milliseconds: what is beyond is a mistake.
 _MOST = 2**31 - 1
 # Each call under way has a staging buffer.
@@ -40,12 +43,15 @@ class EngineConfig:
             (its audio is decoded in one piece at its end, without a slot), "reject" (it ends with an error).
         codec_batch: most streams in one codec call; None: all slots.
         chunk_ramp: frames of a request's first, second, ... chunk; the last size goes on.
+        crowd: from so many requests on, ramps begin with their second size: steps take so long then that one frame of
+            audio is over before the next chunk comes.
         largest_chunk: most frames of a chunk. Chunks grow to it when the codec lags or waits for others.
         chunk_wait_ms: longest time that a chunk waits for chunks of other requests. The first chunk of a stream never
             waits, and none beyond the moment when its client has only `chunk_lead_ms` left to play.
         chunk_lead_ms: how long before the client's audio ends the next chunk is due at the codec.
         final_wait_ms: as `chunk_wait_ms`, of a request's last chunk, which keeps its row busy.
-        join_fraction: part of a codec call's frames that a stream must have to join a call made for others.
+        join_fraction: part of a codec call's frames, and of its own next chunk, that a stream must have to join a call
+            made for others.
         codec_calls: codec calls that may be enqueued, or on their way to the host, at a time; at most 16. Only calls
             for first chunks are enqueued behind another one.
         overlap: frames and codec calls run at the same time, frames first; False: one after the other.
@@ -75,10 +81,11 @@ class EngineConfig:
     slot_policy: str = "queue"
     codec_batch: int | None = None
     chunk_ramp: tuple[int, ...] = (1, 2, 4, 8)
+    crowd: int = 32
     largest_chunk: int = 15
-    chunk_wait_ms: float = 80.0
-    chunk_lead_ms: float = 50.0
-    final_wait_ms: float = 20.0
+    chunk_wait_ms: float = 200.0
+    chunk_lead_ms: float = 80.0
+    final_wait_ms: float = 40.0
     join_fraction: float = 0.75
     codec_calls: int = 2
     overlap: bool = True
@@ -180,7 +187,9 @@ class EngineConfig:
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
         """Lengths of codec calls, padding included; no request has more than `max_frames`."""
-        return tuple(sorted({min(size, self.max_frames) for size in (*self.chunk_ramp, self.largest_chunk)}))
+        between = (size for size in FRAMES if self.chunk_ramp[0] < size < self.largest_chunk)
+        sizes = (*self.chunk_ramp, *between, self.largest_chunk)
+        return tuple(sorted({min(size, self.max_frames) for size in sizes}))
 
     @property
     def unlearnt_frames(self) -> int:

@@ -116,8 +116,7 @@ class FrameGraph:
         if self.decoder is None and model.device.type == "cuda" and metrics is not None:
             metrics.fell_back("local_frame", FallbackReason.SHAPE)
         shapes = [(bucket, count) for bucket in self.buckets for count in frames]
-        # Frames go first: running streams wait for a prompt or a chunk no longer than for blocks that are on their way.
-        options = {"device": model.device, "stream": stream, "priority": -1, "metrics": metrics, "enabled": graphs}
+        options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("frame", shapes, self.compute, **options)
 
     def warm_up(self, progress=lambda: None) -> None:
