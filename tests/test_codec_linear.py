@@ -13,6 +13,7 @@ from moss_kernels.codec_linear import (
     codec_linear_reference,
     cuda_kernel,
     layer_norm_sums,
+    row_kernels,
     scratch_size,
     triton_kernel,
 )
@@ -181,6 +182,18 @@ def test_the_library_product_in_the_interpreter(kind):
     expected = reference(arguments)
     triton_kernel.codec_linear_library(*positional(arguments))
     torch.testing.assert_close(arguments["out"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("single_rows", [0, 9])
+@pytest.mark.parametrize("k", [40, 600])
+def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
+    """A row at a time in registers, and several rows in parts."""
+    monkeypatch.setattr(row_kernels, "NORM_SINGLE_ROWS", single_rows)
+    x, weight, bias = torch.randn(9, k) * 2 + 1, torch.randn(k), torch.randn(k)
+    out = torch.full_like(x, torch.nan)
+    row_kernels.layer_norm(x, weight, bias, out)
+    torch.testing.assert_close(out, F.layer_norm(x, (k,), weight, bias), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from .epilogue import gelu
 from .reference import NORM_EPS
 
 EPS = tl.constexpr(NORM_EPS)
+# Up to so many rows a program is one warp, which holds a row in registers: the time is that of one trip to memory.
+NORM_SINGLE_ROWS = 4096
 NORM_ROWS = 4
 NORM_WARPS = 4
 # Columns at a time: 16 bytes of bfloat16 for each thread of a warp.
@@ -30,7 +32,7 @@ def layer_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # A warp has a row, so that sums stay in it. The row is read three times, from L1 but for the first.
+    # A warp has a row, so that sums stay in it.
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_inside = (row < m)[:, None]
     column = tl.arange(0, BLOCK_K)
@@ -39,24 +41,35 @@ def layer_norm_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        inside = row_inside & (column < K - start)[None, :]
-        total += tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-    mean = (tl.sum(total, 1) / K)[:, None]
-    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        inside = row_inside & (column < K - start)[None, :]
-        x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-        squares += tl.where(inside, (x - mean) * (x - mean), 0.0)
-    factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
-    for start in tl.static_range(0, K, BLOCK_K):
-        inside = row_inside & (column < K - start)[None, :]
-        weight = tl.load(norm_weight_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
-        bias = tl.load(norm_bias_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
-        x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-        y = (x - mean) * factor * weight[None, :] + bias[None, :]
-        tl.store(out_ptrs + start, y.to(out_ptr.dtype.element_ty), mask=inside)
+    if BLOCK_K >= K:
+        inside = row_inside & (column < K)[None, :]
+        weight = tl.load(norm_weight_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+        bias = tl.load(norm_bias_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+        x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+        distance = tl.where(inside, x - (tl.sum(x, 1) / K)[:, None], 0.0)
+        factor = tl.math.rsqrt(tl.sum(distance * distance, 1) / K + EPS)[:, None]
+        y = distance * factor * weight[None, :] + bias[None, :]
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        # The row is read three times, from L1 but for the first.
+        total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            inside = row_inside & (column < K - start)[None, :]
+            total += tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+        mean = (tl.sum(total, 1) / K)[:, None]
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            inside = row_inside & (column < K - start)[None, :]
+            x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+            squares += tl.where(inside, (x - mean) * (x - mean), 0.0)
+        factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
+        for start in tl.static_range(0, K, BLOCK_K):
+            inside = row_inside & (column < K - start)[None, :]
+            weight = tl.load(norm_weight_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
+            bias = tl.load(norm_bias_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
+            x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
+            y = (x - mean) * factor * weight[None, :] + bias[None, :]
+            tl.store(out_ptrs + start, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -78,7 +91,8 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
     m, k = x.shape
     dependent = dependent_launch(x.device, default=True)
-    layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
+    rows, block, warps = norm_tile(m, k)
+    layer_norm_kernel[(triton.cdiv(m, rows),)](
         x,
         norm_weight,
         norm_bias,
@@ -86,11 +100,19 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
         m,
         K=k,
         DEPENDENT=dependent,
-        BLOCK_M=NORM_ROWS,
-        BLOCK_K=min(NORM_BLOCK, triton.next_power_of_2(k)),
-        num_warps=NORM_WARPS,
+        BLOCK_M=rows,
+        BLOCK_K=block,
+        num_warps=warps,
         launch_pdl=dependent,
     )
+
+
+def norm_tile(m: int, k: int) -> tuple[int, int, int]:
+    """Rows and columns that a program takes at once, and its warps."""
+    columns = triton.next_power_of_2(k)
+    if m <= NORM_SINGLE_ROWS:
+        return 1, columns, 1
+    return NORM_ROWS, min(NORM_BLOCK, columns), NORM_WARPS
 
 
 def finish_product(product: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor) -> None:
