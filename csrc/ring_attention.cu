@@ -1,9 +1,13 @@
 // moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring.
 //
-// One block per head and batch row. Its warps share the keys, 16 at a time, and go straight from global memory to the
-// tensor cores: a thread loads 16 contiguous bytes of a key (see device/mma.cuh) or of a value. Their partial softmaxes
-// are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are written.
+// One block per head and batch row. Its warps share the keys, 16 at a time; each has the next few of its tiles copied
+// into shared memory, of which a thread reads 16 contiguous bytes of a key (see device/mma.cuh) or of a value. Their
+// partial softmaxes are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are
+// written.
+#include <algorithm>
+
 #include "checks.h"
+#include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "device/rotate.cuh"
 #include "launch.h"
@@ -17,6 +21,9 @@ constexpr char kOp[] = "ring_attention";
 constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
 constexpr int kTileKeys = 16, kTileQueries = 16;
 constexpr int kMaxTokens = 32;
+// Small blocks, four of them on a multiprocessor: while some wait for what depends on the slot, others read.
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kDepth = 3;  // tiles of a warp that are on their way at once
 // Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 constexpr float kLowest = -3.0e38f;
 
@@ -28,33 +35,37 @@ struct KeyTile {
 
 __device__ __forceinline__ int value_key(int i, int quarter) { return 2 * quarter + i % 2 + i / 2 * 8; }
 
-// The ring of one head: `tiles` of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
+// 16 keys and values in shared memory. Their pieces are permuted, so that what a warp reads at once lies in different
+// banks.
+struct KeySlot {
+  uint4 key[kTileKeys][kPieces], value[kTileKeys][kPieces];
+
+  static __device__ __forceinline__ int key_piece(int key, int piece) { return piece ^ key % 2 * 4; }
+  static __device__ __forceinline__ int value_piece(int key, int piece) { return piece ^ (key & 6); }
+  __device__ __forceinline__ void load(KeyTile& tile, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i / 2 * 8 + group, key_row = value_key(i, quarter);
+      tile.key[i / 2][i % 2] = key[row][key_piece(row, i % 2 * 4 + quarter)];
+      tile.value[i] = value[key_row][value_piece(key_row, group)];
+    }
+  }
+};
+
+// The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
 struct Ring {
   const bf16 *keys, *values;
   int first, edge, capacity;  // edge: position of token 0
 
-  __device__ __forceinline__ unsigned place(int token) const {
-    const int position = edge + token;
-    return static_cast<unsigned>(position < 0 ? position + capacity : position) * kHeadDim;
-  }
-  __device__ __forceinline__ void load_keys(KeyTile& tile, int index, int group, int quarter) const {
-    const int start = first + index * kTileKeys;
+  // Starts the copies of a tile by one warp.
+  __device__ __forceinline__ void copy(KeySlot& slot, int index, int lane) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = start + 8 * i + group;
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        tile.key[i][j] =
-            token < 0 ? __ldcg(reinterpret_cast<const uint4*>(keys + place(token) + 32 * j + 8 * quarter)) : uint4{};
-    }
-  }
-  __device__ __forceinline__ void load_values(KeyTile& tile, int index, int group, int quarter) const {
-    const int start = first + index * kTileKeys;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = start + value_key(i, quarter);
-      tile.value[i] =
-          token < 0 ? __ldcg(reinterpret_cast<const uint4*>(values + place(token) + 8 * group)) : uint4{};
+    for (int i = 0; i < kTileKeys / 4; ++i) {
+      const int key = 4 * i + lane / kPieces, piece = lane % kPieces;
+      const int token = first + index * kTileKeys + key, position = edge + token;
+      const unsigned place = (position < 0 ? position + capacity : position) * kHeadDim + 8 * piece;
+      copy_async(&slot.key[key][KeySlot::key_piece(key, piece)], keys + place, token < 0);
+      copy_async(&slot.value[key][KeySlot::value_piece(key, piece)], values + place, token < 0);
     }
   }
 };
@@ -126,9 +137,9 @@ template <int TOKENS>
 struct Chunk {
   uint4 query[TOKENS][kPieces], key[TOKENS][kPieces], value[TOKENS][kPieces];
 
-  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, int threads) {
+  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid) {
     const int width = params.heads * kHeadDim;
-    for (int i = threadIdx.x; i < TOKENS * kPieces; i += threads) {
+    for (int i = threadIdx.x; i < TOKENS * kPieces; i += kThreads) {
       const int token = i / kPieces, piece = i % kPieces;
       uint4 q = {}, k = {}, v = {};
       if (token < valid) {
@@ -162,31 +173,32 @@ struct Chunk {
 };
 
 // What the next layers' rings hold of a slot, into L2. The slot and its offset may be stale here: they are hints.
-__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, int64_t row, int head, int threads) {
+__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, int64_t row, int head) {
   const int slot = *static_cast<volatile const int32_t*>(params.slots + row);
   if (slot < 0 || slot >= params.ring_slots) return;
   const int64_t held = *static_cast<volatile const int64_t*>(params.offset + slot);
   const int64_t ring = (static_cast<int64_t>(slot) * params.heads + head) * params.capacity * kHeadDim;
   const int count = static_cast<int>(held < params.capacity ? held : params.capacity);
-  for (int i = threadIdx.x; i < count; i += threads) {
+  for (int i = threadIdx.x; i < count; i += kThreads) {
     prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
     prefetch_l2(static_cast<const bf16*>(params.ring_v) + ring + i * kHeadDim);
   }
 }
 
 // QUERY_TILES: of 16 tokens.
-template <int QUERY_TILES, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_kernel(const RingAttentionParams params) {
-  constexpr int kThreads = 32 * WARPS, kTokens = QUERY_TILES * kTileQueries;
+template <int QUERY_TILES>
+__global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 4 : 3)
+    ring_attention_kernel(const RingAttentionParams params) {
+  constexpr int kTokens = QUERY_TILES * kTileQueries;
+  extern __shared__ KeySlot slots[];
   __shared__ Chunk<kTokens> chunk;
-  __shared__ float4 partial[WARPS][kTileQueries][kHeadDim / 4];
-  __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
+  __shared__ float2 sums[kWarps][kTokens];  // highest score and total of the weights
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
-  if (params.dependent_launch) prefetch_ring(params, row, head, kThreads);
+  if (params.dependent_launch) prefetch_ring(params, row, head);
   cudaGridDependencySynchronize();
 
   const int64_t slot = params.slots[row];
@@ -201,37 +213,46 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
   const int ring_tiles = valid > 0 ? (held + kTileKeys - 1) / kTileKeys : 0;
   const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
 
-  KeyTile tile;
-  if (warp < ring_tiles) {
-    ring.load_keys(tile, warp, group, quarter);
-    ring.load_values(tile, warp, group, quarter);
-  }
-  chunk.load(params, row, head, valid, kThreads);
+  // One group of copies for each tile of this warp, also where there is none, so that their number says what is there.
+  const auto copy = [&](int index) {
+    if (index < ring_tiles) ring.copy(slots[index % (kWarps * kDepth)], index, lane);
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kDepth; ++i)
+    copy(warp + i * kWarps);
+  chunk.load(params, row, head, valid);
   __syncthreads();
 
   Softmax softmax[QUERY_TILES];
 #pragma unroll 1
-  for (int index = warp; index < tiles; index += WARPS) {
+  for (int index = warp; index < tiles; index += kWarps) {
     const bool own = index >= ring_tiles;
-    if (own) chunk.tile(tile, index - ring_tiles, group, quarter);
     const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
-    float score[QUERY_TILES][2][4] = {};
+    KeyTile tile;
+    copy_async_wait<kDepth - 1>();
+    __syncwarp();
+    if (own)
+      chunk.tile(tile, index - ring_tiles, group, quarter);
+    else
+      slots[index % (kWarps * kDepth)].load(tile, group, quarter);
+    __syncwarp();
+    copy(index + kWarps * kDepth);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
+      float score[2][4] = {};
       uint4 q[2][2];
       chunk.queries(q, i, group, quarter);
-      Softmax::multiply(score[i], tile, q);
-    }
-    // What follows hides the time of the next loads.
-    const int next = index + WARPS;
-    if (next < ring_tiles) ring.load_keys(tile, next, group, quarter);
-#pragma unroll
-    for (int i = 0; i < QUERY_TILES; ++i)
-      softmax[i].add(score[i], tile, i * kTileQueries + group, key + 2 * quarter, own ? valid : 0, params.window,
+      Softmax::multiply(score, tile, q);
+      softmax[i].add(score, tile, i * kTileQueries + group, key + 2 * quarter, own ? valid : 0, params.window,
                      params.scale);
-    if (next < ring_tiles) ring.load_values(tile, next, group, quarter);
+    }
   }
 
+  // A warp's result of 16 queries lies where its first tile was.
+  static_assert(sizeof(KeySlot) == kTileQueries * kHeadDim * sizeof(float));
+  const auto partial = [&](int of) { return reinterpret_cast<float4*>(slots + of); };
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < QUERY_TILES; ++i) {
 #pragma unroll
@@ -245,7 +266,7 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
         const auto& result = softmax[i].result;
 #pragma unroll
         for (int d = 0; d < 4; ++d)
-          partial[warp][local][4 * quarter + d] = {
+          partial(warp)[local * (kHeadDim / 4) + 4 * quarter + d] = {
               result[d % 2 * 4][2 * h + d / 2], result[d % 2 * 4 + 1][2 * h + d / 2],
               result[d % 2 * 4 + 2][2 * h + d / 2], result[d % 2 * 4 + 3][2 * h + d / 2]};
       }
@@ -258,12 +279,12 @@ __global__ void __launch_bounds__(32 * WARPS, QUERY_TILES + 1) ring_attention_ke
       if (token < valid) {
         float highest = kLowest, total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w)
+        for (int w = 0; w < kWarps; ++w)
           highest = fmaxf(highest, sums[w][token].x);
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
+        for (int w = 0; w < kWarps; ++w) {
           const float weight = exp2_approx(sums[w][token].x - highest);
-          const float4 x = partial[w][local][part];
+          const float4 x = partial(w)[local * (kHeadDim / 4) + part];
           total += weight * sums[w][token].y;
           y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
         }
@@ -310,6 +331,17 @@ MossStatus check(const RingAttentionParams& params) {
   return status;
 }
 
+template <int QUERY_TILES>
+MossStatus launch(const RingAttentionParams& params) {
+  auto* kernel = ring_attention_kernel<QUERY_TILES>;
+  const int tiles = (params.window + kTileKeys - 2) / kTileKeys;
+  const int shared = std::clamp(tiles, kWarps, kWarps * kDepth) * static_cast<int>(sizeof(KeySlot));
+  const MossStatus status = check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kOp, "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  return launch_kernel(kOp, kernel, params, dim3(params.heads, params.batch), dim3(kThreads), shared);
+}
+
 }  // namespace
 }  // namespace moss
 
@@ -319,7 +351,5 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK && (params->batch == 0 || params->tokens == 0)) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
-  const dim3 grid(params->heads, params->batch);
-  return params->tokens <= kTileQueries ? launch_kernel(kOp, ring_attention_kernel<1, 8>, *params, grid, dim3(256))
-                                        : launch_kernel(kOp, ring_attention_kernel<2, 4>, *params, grid, dim3(128));
+  return params->tokens <= kTileQueries ? launch<1>(*params) : launch<2>(*params);
 }
