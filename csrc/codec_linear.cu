@@ -2,6 +2,7 @@
 // warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
 // for before the kernel waits for the one ahead of it.
 #include "checks.h"
+#include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
@@ -81,16 +82,22 @@ struct Inputs<float> {
 
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
+// Whether a thread's weights wait in shared memory, each thread's for itself: so many would leave its registers no room
+// for inputs, which it would then fetch one after the other.
+template <int COLUMNS, int BATCH>
+constexpr bool kInShared = COLUMNS * BATCH > 10;
+
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
 __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kernel(const CodecLinearParams params) {
   constexpr int kOutputs = COLUMNS * kTile;
-  constexpr int kPairs = (ROWS + 1) / 2;             // 16 rows, as one product has
-  constexpr int kPitch = kOutputs + (COLUMNS > 1) * kTile;  // so that a warp's rows lie in different banks
-  // Chunks whose inputs a thread loads at once: as the weights leave room in registers.
-  constexpr int kInFlight = BATCH <= 5 ? 12 : BATCH <= 12 ? 6 : 3;
-  constexpr int kFit = kInFlight / ROWS > 0 ? kInFlight / ROWS : 1;
+  constexpr int kPairs = (ROWS + 1) / 2;                     // 16 rows, as one product has
+  constexpr int kPitch = kOutputs + (COLUMNS == 2) * kTile;  // so that a warp's rows lie in different banks
+  constexpr bool kShared = kInShared<COLUMNS, BATCH>;
+  // Chunks whose inputs a thread loads at once: as many as there is room for in registers.
+  constexpr int kFit = (kShared ? 20 : 12) / ROWS;
   constexpr int kAtOnce = kFit < BATCH ? kFit : BATCH;
+  extern __shared__ uint4 own_weights[];  // [BATCH][COLUMNS][kThreads]
   __shared__ float2 partial[kPairs][kWarps][16][kPitch / 2];
   __shared__ Moments moments_of[NORM ? kWarps : 1][NORM ? ROWS * kTile : 1];
 
@@ -103,13 +110,20 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
 
   cudaTriggerProgrammaticLaunchCompletion();
   const bf16* weight[COLUMNS];
-  uint4 held[BATCH][COLUMNS];
+  uint4 held[kShared ? 1 : BATCH][COLUMNS];
   const auto load_batch = [&](int batch) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j)
-        held[i][j] = begin + batch + i < end ? load_weights(weight[j] + (batch + i) * kChunk) : uint4{};
+      for (int j = 0; j < COLUMNS; ++j) {
+        const bool inside = begin + batch + i < end;
+        const bf16* source = weight[j] + (batch + i) * kChunk;
+        if constexpr (kShared)
+          copy_async(own_weights + (i * COLUMNS + j) * kThreads + threadIdx.x, source, inside);
+        else
+          held[i][j] = inside ? load_weights(source) : uint4{};
+      }
+    if constexpr (kShared) copy_async_commit();
   };
 #pragma unroll
   for (int j = 0; j < COLUMNS; ++j) {
@@ -165,6 +179,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
             loaded[a][r].load(x + static_cast<int64_t>(r * kTile) * inputs + input);
         }
       }
+      if constexpr (kShared) copy_async_wait<0>();
 #pragma unroll
       for (int a = 0; a < kAtOnce && i + a < BATCH; ++a) {
         uint4 operand[2 * kPairs] = {};
@@ -175,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
         for (int p = 0; p < kPairs; ++p)
 #pragma unroll
           for (int j = 0; j < COLUMNS; ++j)
-            mma(product[p][j], operand[2 * p], operand[2 * p + 1], held[i + a][j]);
+            mma(product[p][j], operand[2 * p], operand[2 * p + 1],
+                kShared ? own_weights[((i + a) * COLUMNS + j) * kThreads + threadIdx.x] : held[kShared ? 0 : i + a][j]);
       }
     }
   }
@@ -234,23 +250,41 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   }
 }
 
+template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
+MossStatus launch_rows(const CodecLinearParams& params) {
+  auto* kernel = codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X>;
+  constexpr int kOutputs = COLUMNS * kTile;
+  constexpr int kBytes = kInShared<COLUMNS, BATCH> ? BATCH * COLUMNS * kThreads * static_cast<int>(sizeof(uint4)) : 0;
+  const MossStatus status = check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  const dim3 grid((params.outputs + kOutputs - 1) / kOutputs);
+  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads), kBytes);
+}
+
 template <int COLUMNS, int BATCH, bool NORM, typename X>
 MossStatus launch(const CodecLinearParams& params) {
-  auto* kernel = params.rows <= 8    ? codec_linear_kernel<1, COLUMNS, BATCH, NORM, X>
-                 : params.rows <= 16 ? codec_linear_kernel<2, COLUMNS, BATCH, NORM, X>
-                                     : codec_linear_kernel<4, COLUMNS, BATCH, NORM, X>;
-  const int outputs = COLUMNS * kTile;
-  return launch_kernel(kOp, kernel, params, dim3((params.outputs + outputs - 1) / outputs), dim3(kThreads));
+  if (params.rows <= 8) return launch_rows<1, COLUMNS, BATCH, NORM, X>(params);
+  if (params.rows <= 16) return launch_rows<2, COLUMNS, BATCH, NORM, X>(params);
+  return launch_rows<4, COLUMNS, BATCH, NORM, X>(params);
+}
+
+// With 24 outputs a block where blocks of 16 would be more than run at once: two on a multiprocessor, or of more than
+// 16 rows one.
+template <typename X>
+MossStatus launch_norm(const CodecLinearParams& params, int share) {
+  if (share <= 3) return params.rows > 16 ? launch_rows<4, 3, 3, true, X>(params) : launch<2, 3, true, X>(params);
+  if constexpr (sizeof(X) == 2)
+    if (params.outputs > 4096 && params.rows <= 16)
+      return params.rows <= 8 ? launch_rows<1, 3, 5, true, X>(params) : launch_rows<2, 3, 5, true, X>(params);
+  return launch<2, 5, true, X>(params);
 }
 
 // Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes.
 MossStatus dispatch(const CodecLinearParams& params) {
   const int share = (params.inputs / kChunk + kWarps - 1) / kWarps;
-  if (params.norm_weight) {
-    const bool wide = params.x_dtype == MOSS_FLOAT32;
-    if (share <= 3) return wide ? launch<2, 3, true, float>(params) : launch<2, 3, true, bf16>(params);
-    return wide ? launch<2, 5, true, float>(params) : launch<2, 5, true, bf16>(params);
-  }
+  if (params.norm_weight)
+    return params.x_dtype == MOSS_FLOAT32 ? launch_norm<float>(params, share) : launch_norm<bf16>(params, share);
   if (share <= 3) return params.outputs > 1536 ? launch<2, 3, false, bf16>(params) : launch<1, 3, false, bf16>(params);
   if (share <= 5) return params.outputs > 2048 ? launch<2, 5, false, bf16>(params) : launch<1, 5, false, bf16>(params);
   if (share <= 12) return launch<1, 12, false, bf16>(params);

@@ -21,7 +21,7 @@ from moss_kernels.codec_linear.tiles import Tile, candidates, tile_for
 
 KINDS = ["plain", "norm", "norm_gelu", "scale"]
 # (N, K) of the full-size decoder: stage 1, then the others, then projections between stages.
-SHAPES = [(3840, 1280), (1280, 5120), (2304, 768), (768, 768), (768, 3072), (768, 384), (240, 768)]
+SHAPES = [(3840, 1280), (5120, 1280), (1280, 5120), (2304, 768), (768, 768), (768, 3072), (768, 384), (240, 768)]
 
 
 def make_arguments(kind, m, n, k, *, dtype=torch.float32, stream=None, device="cpu"):
@@ -224,7 +224,7 @@ def errors(actual, exact):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("m", [1, 9, 15, 32, 64, 480, 9000])
+@pytest.mark.parametrize("m", [1, 9, 15, 17, 32, 64, 480, 9000])
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
 def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
     arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
