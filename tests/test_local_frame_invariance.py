@@ -36,12 +36,14 @@ class World:
             torch.ones(ROWS, dtype=torch.bool, device=DEVICE),
         )
 
-    def check_frame(self, decoder: LocalFrameDecoder, label: str) -> None:
-        """A decoder gives all requests the frame that they got together."""
-        outputs, state = LocalFrameOutputs.allocate(self.weights, ROWS), clone_state(self.state)
-        decoder.decode(self.hidden, state, *self.request_map(), **outputs.arguments())
-        require_same(outputs, self.together, label)
-        require_same(state, self.after, label)
+    def check_frame(self, decoder: LocalFrameDecoder, label: str, rows: int = ROWS) -> None:
+        """A decoder gives the first requests the frame that they got together."""
+        outputs, state = LocalFrameOutputs.allocate(self.weights, rows), clone_state(self.state)
+        row_map, active = self.request_map()
+        decoder.decode(self.hidden[:rows], state, row_map[:rows], active[:rows], **outputs.arguments())
+        first = slice(rows)
+        require_same(outputs, self.together, label, expected_rows=first)
+        require_same(state, self.after, label, first, first)
 
 
 def require_same(got, expected, label: str, got_rows=slice(None), expected_rows=slice(None)) -> None:
@@ -99,7 +101,9 @@ def test_rows_do_not_depend_on_the_configuration(world, qkv_table, multiprocesso
     if multiprocessors == "all":
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     options = {"qkv_table": qkv_table, "multiprocessors": multiprocessors}
-    world.check_frame(LocalFrameDecoder(world.weights, max_batch=ROWS, **options), str(options))
+    decoder = LocalFrameDecoder(world.weights, max_batch=ROWS, **options)
+    for rows in (10, 20, ROWS):
+        world.check_frame(decoder, f"{rows} rows, {options}", rows)
 
 
 def test_too_few_multiprocessors_for_the_batch_are_refused(world):

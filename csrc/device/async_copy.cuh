@@ -66,6 +66,11 @@ __device__ __forceinline__ void counter_release(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// The same without any order.
+__device__ __forceinline__ void counter_add(unsigned* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 __device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned target) {
   unsigned value;
   do {

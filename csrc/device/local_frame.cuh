@@ -59,10 +59,19 @@ struct TinyDims {
 constexpr int kMaxBatch = 128;
 constexpr int kMaxRows = 8;  // rows of one block: a launch has at least batch / 8 blocks
 constexpr int kCodebooks = 12;
+constexpr int kMaxVocab = 1024;
 constexpr int kComputeThreads = 256;
 constexpr int kStageBytes = 10240;  // at most, of a weight stage before scaling
 constexpr int kStageSteps = 5;      // likewise its steps of 16
 constexpr int kMaxParts = 4;        // blocks that share the attention of one row
+
+// How readers of partial sums learn that they are there. Up to 16 padded rows they poll the sums themselves, by their
+// tags; for 32 a counter that orders nothing says when to begin with that; beyond, they wait for a counter that orders
+// what was stored before. Each was measured to be the fastest.
+template <int COLUMNS>
+constexpr bool kCountsPartial = COLUMNS > 16;
+template <int COLUMNS>
+constexpr bool kChecksTags = COLUMNS <= 32;
 
 // Element offsets of the matrices in the packed weights.
 template <class Dims>
@@ -78,7 +87,9 @@ struct Packed {
 
 // Byte offsets in the workspace, which begins with the counters (arrivals, exits; zero between frames). `columns` is
 // the batch rounded up to what the tensor cores take. Activations that feed a product are packed as [k / 8][columns][8]
-// bf16; partial sums are [slice][columns][outputs] fp32.
+// bf16; partial sums are [slice][columns][outputs] fp32, tagged (device/tagged.cuh) with the lowest bit of their
+// position: whatever the batch, the last position leaves a tag of 1, which bytes of 0xff stand for before the first
+// frame.
 template <class Dims>
 struct Workspace {
   static constexpr int64_t kStopLogits = 256;

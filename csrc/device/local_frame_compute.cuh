@@ -21,7 +21,7 @@ __device__ __forceinline__ void run_frame(Role& role, bool has_table) {
       role.attend_rows(position);
     }
     role.template product<typename Dims::Projection, Role::kProjected>(Role::kAttention, position);
-    role.middle_rows();
+    role.middle_rows(position);
     role.template product<typename Dims::InnerIn, Role::kInner>(Role::kNormed, position);
     role.template product<typename Dims::InnerOut, Role::kInnerSum>(Role::kInnerX, position);
     role.end_rows(position);
@@ -48,6 +48,16 @@ struct Arguments {
 struct Names {
   enum Input { kNormed, kAttention, kInnerX };
   enum Output { kFirstKeyValue, kLaterKeyValue, kLaterQuery, kProjected, kInner, kInnerSum, kLogits };
+  static __device__ constexpr bool is_partial(Output output) {
+    return output == kProjected || output == kInnerSum || output == kLogits;
+  }
+  // Whether the blocks arrive at the counter once they have stored it.
+  template <int COLUMNS>
+  static __device__ constexpr bool is_counted(Output output) {
+    return kCountsPartial<COLUMNS> || !is_partial(output);
+  }
+  // Of partial sums.
+  static __device__ __forceinline__ uint32_t tag(int position) { return position & 1; }
 };
 
 // How blocks take part in row phases: the first `rows` blocks own the batch rows. While there are blocks enough,
@@ -77,7 +87,7 @@ struct ActivationStreamer : Names {
   __device__ __forceinline__ void begin_rows() { progress.target += split.rows; }
   __device__ __forceinline__ void draw_rows(int) { progress.target += split.rows * split.parts; }
   __device__ __forceinline__ void attend_rows(int) { progress.target += split.rows; }
-  __device__ __forceinline__ void middle_rows() { progress.target += split.rows; }
+  __device__ __forceinline__ void middle_rows(int) { progress.target += split.rows; }
   __device__ __forceinline__ void end_rows(int) { progress.target += split.rows; }
   __device__ __forceinline__ void table_rows() {}
 
@@ -88,7 +98,7 @@ struct ActivationStreamer : Names {
     progress.wait();
     fence_async_global();
     stream_activations<P>(rings, cursor, workspace + offset, policy);
-    progress.target += gridDim.x;
+    if (Names::is_counted<Ring::kColumns>(OUTPUT)) progress.target += gridDim.x;
   }
 };
 
@@ -104,7 +114,6 @@ struct Compute : Names {
   const LocalFrameDecodeParams& params;
   uint8_t* workspace;
   Cursors cursors;
-  uint32_t seen_ahead = 0;  // history bits of the next draw of the block's first row
 
   template <typename T>
   __device__ __forceinline__ T* work(int64_t offset) const {
@@ -119,12 +128,27 @@ struct Compute : Names {
     return work<bf16>(Work::kQkv) + static_cast<int64_t>(b) * 3 * Dims::kHidden;
   }
 
-  // Tells the other blocks that this one has done its part of a phase. What the copy engine will read needs a fence of
-  // its own.
-  __device__ __forceinline__ void arrive(bool feeds_products) {
-    if (feeds_products) fence_async_global();
+  // Tells the other blocks that this one has done its part of a phase, whose output the copy engine may read.
+  __device__ __forceinline__ void arrive() {
+    fence_async_global();
     ComputeSync::sync();
     if (threadIdx.x == 0) counter_release(progress.counter);
+  }
+
+  // The same for partial sums.
+  __device__ __forceinline__ void arrive_partial() {
+    ComputeSync::sync();
+    if (threadIdx.x != 0) return;
+    if constexpr (kChecksTags<COLUMNS>)
+      counter_add(progress.counter);
+    else
+      counter_release(progress.counter);
+  }
+
+  // Waits for the arrivals of all phases so far.
+  __device__ __forceinline__ void wait() const {
+    if (threadIdx.x == 0) progress.wait();
+    ComputeSync::sync();
   }
 
   // Runs `body(index, row)` for the block's rows. `prepare()` runs before the block waits for the phase before.
@@ -132,14 +156,11 @@ struct Compute : Names {
   __device__ __forceinline__ void rows(bool after_phase, Prepare&& prepare, Body&& body) {
     if (blockIdx.x < split.rows) {
       prepare();
-      if (after_phase) {
-        if (threadIdx.x == 0) progress.wait();
-        ComputeSync::sync();
-      }
+      if (after_phase) wait();
 #pragma unroll 1
       for (int b = blockIdx.x, index = 0; b < params.batch; b += gridDim.x, ++index)
         body(index, b);
-      arrive(true);
+      arrive();
     }
     progress.target += split.rows;
   }
@@ -167,6 +188,14 @@ struct Compute : Names {
           store_residual(row, work<float>(Work::kResidual), b);
           normalise(row, constants, b);
         });
+    if (arguments.table == nullptr && split.part() < split.parts && memory.live[0]) read_history();
+  }
+
+  // Before any code is drawn: a part that draws late must not see the code that part 0 has recorded meanwhile.
+  __device__ __forceinline__ void read_history() {
+    const int32_t* seen = seen_row<Dims>(params, memory.sampling[0].row, 0);
+    for (int i = threadIdx.x; i < kCodebooks * kSeenWords<Dims>; i += kComputeThreads)
+      memory.seen[i] = seen[i];
   }
 
   // Draws the code before `position`, and looks up (or prepares) what follows from it.
@@ -174,12 +203,11 @@ struct Compute : Names {
     const unsigned part = split.part();
     if (part < split.parts) {
       if (params.qkv_table && memory.live[0]) prefetch_keys(position);
-      if (threadIdx.x == 0) progress.wait();
-      ComputeSync::sync();
+      if (kCountsPartial<COLUMNS>) wait();
 #pragma unroll 1
       for (int b = split.row(), index = 0; b < params.batch; b += gridDim.x, ++index)
         draw_row(index, b, position, part);
-      arrive(true);
+      arrive();
     }
     progress.target += split.rows * split.parts;
   }
@@ -225,15 +253,16 @@ struct Compute : Names {
         });
   }
 
-  __device__ __forceinline__ void middle_rows() {
+  __device__ __forceinline__ void middle_rows(int position) {
     RowConstants<Dims> constants;
     rows(
-        true, [&] { constants.load(params.ln_2_weight, params.ln_2_bias, params.c_proj_bias); },
+        kCountsPartial<COLUMNS>, [&] { constants.load(params.ln_2_weight, params.ln_2_bias, params.c_proj_bias); },
         [&](int index, int b) {
           if (!memory.live[index]) return;
           Row<Dims> row;
           load_residual(row, work<float>(Work::kResidual), b);
-          add_partial<Dims, Dims::Projection::kSlices, COLUMNS>(row, work<float>(Work::kProjected), constants, b);
+          add_partial<Dims, Dims::Projection::kSlices, COLUMNS>(row, work<float>(Work::kProjected), constants, b,
+                                                                tag(position));
           store_residual(row, work<float>(Work::kResidual), b);
           normalise(row, constants, b);
         });
@@ -242,12 +271,13 @@ struct Compute : Names {
   __device__ __forceinline__ void end_rows(int position) {
     RowConstants<Dims> constants;
     rows(
-        true, [&] { constants.load(params.ln_f_weight, params.ln_f_bias, params.fc_out_bias); },
+        kCountsPartial<COLUMNS>, [&] { constants.load(params.ln_f_weight, params.ln_f_bias, params.fc_out_bias); },
         [&](int index, int b) {
           if (!memory.live[index]) return;
           Row<Dims> row;
           load_residual(row, work<float>(Work::kResidual), b);
-          add_partial<Dims, Dims::InnerOut::kSlices, COLUMNS>(row, work<float>(Work::kInnerSum), constants, b);
+          add_partial<Dims, Dims::InnerOut::kSlices, COLUMNS>(row, work<float>(Work::kInnerSum), constants, b,
+                                                              tag(position));
           row = layer_norm(memory, row, constants, params.layer_norm_epsilon);
           store_packed<Dims, COLUMNS>(row, workspace + Work::kNormed, b);
           if (params.hidden_out) {
@@ -288,13 +318,14 @@ struct Compute : Names {
       const bool stop = channel == 0;
       const int codebook = channel - 1;
       int32_t* seen = stop ? nullptr : seen_row<Dims>(params, request.row, codebook);
-      const uint32_t bits = stop ? 0u : index == 0 ? seen_ahead : seen_bits<kIdsPerThread>(seen, Dims::kVocab, tid);
+      const int32_t* history = index == 0 ? memory.seen + codebook * kSeenWords<Dims> : seen;
+      const uint32_t bits = stop ? 0u : seen_bits<kIdsPerThread>(history, Dims::kVocab, tid);
       float4 logits;
       if (stop) {
         const float2 two = __ldcg(work<float2>(Work::kStopLogits) + b);
         logits = make_float4(two.x, two.y, 0.0f, 0.0f);
       } else {
-        logits = load_logits<Dims, COLUMNS>(work<float>(Work::kLogits), b);
+        logits = load_logits<Dims, COLUMNS>(work<float>(Work::kLogits), b, tag(codebook));
         if (record && params.audio_logits && tid * kIdsPerThread < Dims::kVocab)
           reinterpret_cast<float4*>(params.audio_logits +
                                     (static_cast<int64_t>(b) * kCodebooks + codebook) * Dims::kVocab)[tid] = logits;
@@ -348,7 +379,7 @@ struct Compute : Names {
 
   template <class P, typename Names::Output OUTPUT>
   __device__ __forceinline__ void product(Input, int position) {
-    constexpr bool kPartial = OUTPUT == kProjected || OUTPUT == kInnerSum || OUTPUT == kLogits;
+    constexpr bool kPartial = Names::is_partial(OUTPUT);
     static_assert(kPartial || P::kSlices == 1);
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < P::kUnits; unit += gridDim.x) {
@@ -357,7 +388,7 @@ struct Compute : Names {
                                     : OUTPUT == kInnerSum ? Work::kInnerSum
                                                           : Work::kLogits;
         multiply_unit<P>(rings, cursors, [&](int tile, const auto& sum, int column) {
-          store_partial<P, COLUMNS>(work<float>(kOffset), unit, params.batch, tile, sum, column);
+          store_partial<P, COLUMNS>(work<float>(kOffset), unit, params.batch, tile, sum, column, tag(position));
         });
       } else if constexpr (OUTPUT == kInner) {
         staged_product<P>(static_cast<const bf16*>(params.fc_in_bias) + unit * P::kRows,
@@ -372,13 +403,13 @@ struct Compute : Names {
         copy_staged<P>([&](int row, int b, uint2 four) { store_qkv<OUTPUT>(first + row, b, four); });
       }
     }
-    // The history of the next draw is read before this block says that its logits are there: a part that draws late
-    // must not see the code that part 0 has recorded meanwhile.
-    if (OUTPUT == kLogits && split.part() < split.parts && memory.live[0])
-      seen_ahead =
-          seen_bits<kIdsPerThread>(seen_row<Dims>(params, memory.sampling[0].row, position), Dims::kVocab, threadIdx.x);
-    arrive(!kPartial);
-    progress.target += gridDim.x;
+    if constexpr (Names::template is_counted<COLUMNS>(OUTPUT)) {
+      if constexpr (kPartial)
+        arrive_partial();
+      else
+        arrive();
+      progress.target += gridDim.x;
+    }
   }
 
   template <class P, typename Finish>

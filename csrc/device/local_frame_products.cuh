@@ -5,6 +5,7 @@
 
 #include "device/async_copy.cuh"
 #include "device/local_frame.cuh"
+#include "device/tagged.cuh"
 #include "device/wgmma.cuh"
 
 namespace moss::local_frame {
@@ -236,19 +237,20 @@ __device__ __forceinline__ void multiply_unit(Ring& rings, Cursors& cursors, Sto
   }
 }
 
-// Stores a tile of fp32 sums to [columns][outputs].
+// Stores a tile of fp32 sums to [columns][outputs], tagged.
 template <class P, int COLUMNS, int REGISTERS>
 __device__ __forceinline__ void store_partial(float* partial, int unit, int batch, int tile,
-                                              const float (&sum)[REGISTERS], int column) {
+                                              const float (&sum)[REGISTERS], int column, uint32_t tag) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  const int row = tile * 64 + warp * 16 + lane / 4;
-  float* out =
-      partial + static_cast<int64_t>(unit / P::kGroups) * COLUMNS * P::kOutputs + (unit % P::kGroups) * P::kRows + row;
+  const int row = tile * 64 + warp * 16 + lane / 4, first = column + 2 * (lane & 3);
+  float* out = partial + (static_cast<int64_t>(unit / P::kGroups) * COLUMNS + first) * P::kOutputs +
+               (unit % P::kGroups) * P::kRows + row;
+  // Offsets and limits that differ by constants keep addresses out of registers.
+  const int columns = batch - first;
 #pragma unroll
   for (int i = 0; i < REGISTERS; ++i) {
-    const int b = column + 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-    const int below = 8 * ((i >> 1) & 1);
-    if (row + below < P::kRows && b < batch) out[static_cast<int64_t>(b) * P::kOutputs + below] = sum[i];
+    const int b = 8 * (i / 4) + (i & 1), below = 8 * ((i >> 1) & 1);
+    if (row + below < P::kRows && b < columns) out[b * P::kOutputs + below] = tagged(sum[i], tag);
   }
 }
 

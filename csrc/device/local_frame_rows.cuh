@@ -3,6 +3,7 @@
 #include "device/local_frame.cuh"
 #include "device/philox.cuh"
 #include "device/sample_row.cuh"
+#include "device/tagged.cuh"
 
 namespace moss::local_frame {
 
@@ -31,8 +32,9 @@ struct RowMemory {
   SampleShared<kComputeThreads> sample;
   float2 reduce[8];
   RowSampling sampling[kMaxRows];
-  int16_t codes[kMaxRows][kCodebooks];  // fed codes
-  uint8_t live[kMaxRows];               // active, and has not drawn stop
+  int32_t seen[kCodebooks * kMaxVocab / 32];  // history of row 0, as it was before the frame
+  int16_t codes[kMaxRows][kCodebooks];        // fed codes
+  uint8_t live[kMaxRows];                     // active, and has not drawn stop
   uint8_t status[kMaxRows];
 };
 
@@ -113,16 +115,32 @@ struct RowConstants {
   }
 };
 
+// Loads value[i][s], partial sums, from `source(i, s)`; where nothing else says that they are there, waits for them.
+template <int COLUMNS, typename Value, int COUNT, int SLICES, typename Source>
+__device__ __forceinline__ void load_partial(Value (&value)[COUNT][SLICES], uint32_t tag, Source&& source) {
+  if constexpr (kChecksTags<COLUMNS>) {
+    load_tagged(value, tag, source);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+        value[i][s] = __ldcg(source(i, s));
+    }
+  }
+}
+
 // Adds the partial sums, in order of their slice, and the bias.
 template <class Dims, int SLICES, int COLUMNS>
 __device__ __forceinline__ void add_partial(Row<Dims>& row, const float* partial, const RowConstants<Dims>& constants,
-                                            int b) {
+                                            int b, uint32_t tag) {
+  // A thread has all of its pairs, or (small models) none.
+  static_assert(Row<Dims>::kPairs == 1 || Dims::kHidden % (2 * kComputeThreads) == 0);
+  if (Dims::kHidden < 2 * kComputeThreads && 2 * threadIdx.x >= Dims::kHidden) return;
   float2 part[Row<Dims>::kPairs][SLICES];
-  for_pairs<Dims>([&](int i, int element) {
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s)
-      part[i][s] = __ldcg(
-          reinterpret_cast<const float2*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kHidden + element));
+  load_partial<COLUMNS>(part, tag, [&](int i, int s) {
+    return reinterpret_cast<const float2*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kHidden) +
+           i * kComputeThreads + threadIdx.x;
   });
   for_pairs<Dims>([&](int i, int) {
     float2 sum = part[i][0];
@@ -249,27 +267,29 @@ constexpr int kIdsPerThread = 4;
 
 // Partial logits of a row, in order of their slice.
 template <class Dims, int COLUMNS>
-__device__ __forceinline__ float4 load_logits(const float* partial, int b) {
+__device__ __forceinline__ float4 load_logits(const float* partial, int b, uint32_t tag) {
   static_assert(Dims::kVocab <= kIdsPerThread * kComputeThreads);
   float4 sum = {};
   if (threadIdx.x * kIdsPerThread < Dims::kVocab) {
-    float4 part[Dims::Head::kSlices];
-#pragma unroll
-    for (int s = 0; s < Dims::Head::kSlices; ++s)
-      part[s] =
-          __ldcg(reinterpret_cast<const float4*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kVocab) +
-                 threadIdx.x);
-    sum = part[0];
+    float4 part[1][Dims::Head::kSlices];
+    load_partial<COLUMNS>(part, tag, [&](int, int s) {
+      return reinterpret_cast<const float4*>(partial + (static_cast<int64_t>(s) * COLUMNS + b) * Dims::kVocab) +
+             threadIdx.x;
+    });
+    sum = part[0][0];
 #pragma unroll
     for (int s = 1; s < Dims::Head::kSlices; ++s)
-      sum.x += part[s].x, sum.y += part[s].y, sum.z += part[s].z, sum.w += part[s].w;
+      sum.x += part[0][s].x, sum.y += part[0][s].y, sum.z += part[0][s].z, sum.w += part[0][s].w;
   }
   return sum;
 }
 
 template <class Dims>
+constexpr int kSeenWords = (Dims::kVocab + 31) / 32;
+
+template <class Dims>
 __device__ __forceinline__ int32_t* seen_row(const LocalFrameDecodeParams& params, int64_t row, int codebook) {
-  return params.seen + (row * kCodebooks + codebook) * ((Dims::kVocab + 31) / 32);
+  return params.seen + (row * kCodebooks + codebook) * kSeenWords<Dims>;
 }
 
 // Rotates the pairs of one vector of kHidden elements (all heads) for a position.

@@ -263,8 +263,8 @@ typedef struct LocalFrameDecodeParams {
   float* stop_logits;           /* [B, 2] written in active rows; null: none. Likewise the next two */
   float* audio_logits;          /* [B, 12, vocab] */
   void* hidden_out;             /* [B, 12, hidden] output of ln_f at each position */
-  void* workspace;              /* moss_local_frame_workspace_bytes, aligned to 256 bytes; its first 256 bytes zero before
-                                   the first frame. One per live graph or stream */
+  void* workspace;              /* moss_local_frame_workspace_bytes, aligned to 256 bytes; before the first frame its
+                                   first 256 bytes 0 and all others 0xff. One per live graph or stream */
   void* stream;
 } LocalFrameDecodeParams;
 

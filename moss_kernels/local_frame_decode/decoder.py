@@ -97,6 +97,7 @@ class LocalFrameDecoder:
             self.workspace = torch.zeros(
                 library().moss_local_frame_workspace_bytes(model), dtype=torch.uint8, device=device
             )
+            self.poison()
             self._params = LocalFrameDecodeParams(
                 struct_size=ctypes.sizeof(LocalFrameDecodeParams),
                 abi_version=_library.ABI_VERSION,
@@ -123,7 +124,7 @@ class LocalFrameDecoder:
         return table
 
     def poison(self) -> None:
-        """Fills the workspace, but for its counters, with NaN: no result may change (for tests)."""
+        """Fills the workspace, but for its counters, as before the first frame: NaN, which no result may show."""
         self.workspace[_COUNTER_BYTES:] = 0xFF
 
     def decode(
