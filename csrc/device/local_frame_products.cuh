@@ -17,7 +17,7 @@ struct Rings {
   static constexpr int kColumns = COLUMNS;
   static constexpr int kCapacity = kStageBytes * SCALE;
   static constexpr int kXCapacity = COLUMNS * kStageSteps * SCALE * 32;
-  static constexpr int kXStages = COLUMNS >= 128 ? 3 : COLUMNS >= 32 ? 4 : 8;
+  static constexpr int kXStages = COLUMNS >= 128 ? 6 : COLUMNS >= 32 ? 4 : 8;
   static constexpr int kStagingBytes = 80 * COLUMNS * 2;
   static constexpr int kOtherBytes = 12288;  // barriers and the row phases' memory
   static constexpr int kWeightStages = (232448 - kXStages * kXCapacity - kStagingBytes - kOtherBytes) / kCapacity;
