@@ -38,7 +38,7 @@ class SampleCodebookInputs:
         """A copy on a device; nothing is shared with the original."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.device == torch.device(device) else tensor.to(device)
+            return tensor.to(device, copy=True)
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {name: move(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
