@@ -175,6 +175,13 @@ def test_a_client_without_room_stops_its_own_stream():
     assert ask(chunking, streams, 1.0, pressed=True) == [(1, 15)]
 
 
+def test_what_is_taken_takes_room():
+    chunking, stream = make(), grown(40, chunks=5, room=20)
+    assert ask(chunking, [stream], 1.0) == [(0, 15)]
+    # The client has read nothing since.
+    assert ask(chunking, [stream], 1.0, pressed=True) == [] and chunking.is_stalled(stream)
+
+
 def test_without_slots_nothing_is_cut():
     chunking, stream = make(), Stream(known=40, final=True, whole=True)
     assert ask(chunking, [stream], 1.0, pressed=True) == []
@@ -194,6 +201,6 @@ def test_every_frame_is_taken_once_whatever_happens(mode, seed):
             stream.final = stream.known == length
             stream.room = rng.choice((0, 3, 15, 100))
         for index, count in ask(chunking, streams, now, idle=rng.random() < 0.7, pressed=rng.random() < 0.05):
-            assert 1 <= count <= min(15, streams[index].room)
+            assert 1 <= count <= 15 and streams[index].room >= 0
         assert now < 30
     assert [stream.taken for stream in streams] == lengths

@@ -109,6 +109,7 @@ class Chunking:
         """Account for a chunk that has been enqueued."""
         stream.taken += count
         stream.chunks += 1
+        stream.room -= count
         stream.ripe_since = None
         start = now if stream.horizon is None else max(now, stream.horizon)
         stream.horizon = start + count / self._frame_rate
