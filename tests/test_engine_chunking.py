@@ -175,6 +175,14 @@ def test_a_client_without_room_stops_its_own_stream():
     assert ask(chunking, streams, 1.0, pressed=True) == [(1, 15)]
 
 
+def test_a_stalled_stream_neither_joins_nor_rides_nor_keeps_others_waiting():
+    chunking = make("streaming-balanced", chunk_wait_ms=0, largest_chunk=8)
+    for room, chosen in ((7, [(0, 8), (1, 8), (2, 8)]), (100, [(0, 8), (1, 8), (2, 8), (3, 8)])):
+        assert ask(chunking, [*waiting(8, 8, 8), *waiting(30, room=room)], 1.0) == chosen
+    chunking = make("streaming-balanced", chunk_wait_ms=80)
+    assert ask(chunking, [*waiting(15), *waiting(30, 30, room=0)], 1.0) == [(0, 15)]
+
+
 def test_what_is_taken_takes_room():
     chunking, stream = make(), grown(40, chunks=5, room=20)
     assert ask(chunking, [stream], 1.0) == [(0, 15)]

@@ -136,7 +136,7 @@ class Chunking:
 
     def _most_are_full(self, streams: Collection[Stream]) -> bool:
         """Waiting would gain little: at least half of the streams that make frames fill the largest chunk."""
-        running = [stream for stream in streams if not (stream.final or stream.whole)]
+        running = [stream for stream in streams if not (stream.final or stream.whole or self.is_stalled(stream))]
         full = sum(self._frames(stream) == self._config.largest_chunk for stream in running)
         return full > 0 and 2 * full >= len(running)
 
@@ -165,7 +165,8 @@ class Chunking:
 
     def _others(self, chosen: Collection[Stream], streams: Collection[Stream]) -> list[Stream]:
         taken = set(chosen)
-        return [stream for stream in streams if not (stream in taken or stream.whole or self._is_first(stream))]
+        rest = (stream for stream in streams if not (stream in taken or self.is_stalled(stream)))
+        return [stream for stream in rest if not (stream.whole or self._is_first(stream))]
 
     def _cut(self, streams: list[Stream], length: int) -> list[tuple[Stream, int]]:
         """At most a batch of them, from the front."""
