@@ -155,6 +155,31 @@ def test_a_full_batch_leaves_the_less_urgent_out():
     assert ask(chunking, streams, 1.0) == [(1, 15), (0, 15)]
 
 
+def test_the_length_of_a_call_is_that_of_its_own_streams():
+    chunking = make("streaming-balanced", codec_slots=1, chunk_wait_ms=80)
+    streams = waiting(11, 15)
+    chunking.update(streams[:1], 0.0)
+    assert ask(chunking, streams, 1.0) == [(0, 10)]
+
+
+@pytest.mark.parametrize("mode", ["streaming-low-latency", "streaming-balanced"])
+def test_first_chunks_without_an_end_stop_nobody(mode):
+    """Each step brings a request of one frame, and a call takes longer than a step: the codec is never idle."""
+    chunking, stream, calls, waits = make(mode), grown(40, chunks=4), [], [0.0]
+    streams, now = [stream], 0.0
+    while now < 10:
+        now += 0.01
+        calls = [end for end in calls if end > now]
+        streams = [one for one in streams if not one.flushed] + [Stream(known=1, final=True)]
+        stream.known = stream.taken + 40
+        waits[-1] += 0.01
+        while len(calls) < 2 and (chosen := ask(chunking, streams, now, idle=not calls)):
+            calls.append(max(calls, default=now) + 0.025)
+            if (0, 15) in chosen:
+                waits.append(0.0)
+    assert len(waits) > 8 and max(waits) < 1.2
+
+
 def test_lag_makes_chunks_grow():
     chunking = make("streaming-balanced", chunk_wait_ms=0)
     stream = grown(40, chunks=4)

@@ -7,6 +7,9 @@ from collections.abc import Collection
 from moss_runtime.engine.config import CODEC_BATCHES, EngineConfig
 from moss_runtime.graphs.capture import bucket_for
 
+# How long a later chunk is ready at most while first ones keep coming.
+_PATIENCE_S = 1.0
+
 
 @dataclasses.dataclass(eq=False)
 class Stream:
@@ -46,9 +49,10 @@ class Stream:
 class Chunking:
     """The policy of `EngineConfig`: ramp, waiting bounds, who joins a call made for others.
 
-    A call serves first chunks alone, or, once somebody's wait is over, everybody whose chunk is ready. Its length is
-    that of the longest of these chunks. Streams whose own chunk is nearly ready and would fill most of the call join;
-    what rows the call is padded with anyway go to those with the most frames.
+    A call serves first chunks alone, unless a later one has been ready for long; or, once somebody's wait is over,
+    everybody whose chunk is ready, the most urgent if that is more than a batch. Its length is that of the longest of
+    these chunks. Streams whose own chunk is nearly ready and would fill most of the call join; what rows the call is
+    padded with anyway go to those with the most frames.
     """
 
     def __init__(self, config: EngineConfig, frame_rate: float):
@@ -79,11 +83,13 @@ class Chunking:
         ripe = [stream for stream in streams if stream.ripe_since is not None]
         due = [stream for stream in ripe if pressed or self.deadline(stream) <= now]
         first = [stream for stream in due if self._is_first(stream)]
-        if first:
+        # Requests of a single chunk may come for ever.
+        late = any(now > stream.ripe_since + _PATIENCE_S for stream in due if not self._is_first(stream))
+        if first and not late:
             return self._cut(first, self._ramp(0))
         if not idle or not (due or self._most_are_full(streams)):
             return []
-        chosen = sorted(ripe, key=self.deadline)
+        chosen = sorted(ripe, key=self.deadline)[: self._config.batch]
         if not chosen:
             return []
         length = max(map(self._length, chosen))
