@@ -54,7 +54,7 @@ class EngineConfig:
             made for others.
         codec_calls: codec calls that may be enqueued, or on their way to the host, at a time; at most 16. Only calls
             for first chunks are enqueued behind another one.
-        overlap: frames and codec calls run at the same time, frames first; False: one after the other.
+        overlap: frames and codec calls run at the same time, the codec first; False: one after the other.
         max_pending_frames: frames of one request that may wait for the codec; at the limit its row pauses.
         max_pending_total: frames that may wait for the codec in all; at the limit rows pause and nobody is admitted.
             Frames of requests whose client reads too slowly do not count: they have their own limit.
