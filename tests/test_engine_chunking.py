@@ -1,11 +1,15 @@
 """Which chunks go to the codec, when, and together: over plain numbers and a made-up clock."""
 
+import math
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moss_runtime.engine.chunking import Chunking, Stream
-from moss_runtime.engine.config import EngineConfig
+from moss_runtime.engine.config import CODEC_BATCHES, EngineConfig
+from moss_runtime.graphs.capture import bucket_for
 
 RATE = 12.5
 
@@ -237,3 +241,61 @@ def test_every_frame_is_taken_once_whatever_happens(mode, seed):
             assert 1 <= count <= 15 and streams[index].room >= 0
         assert now < 30
     assert [stream.taken for stream in streams] == lengths
+
+
+@st.composite
+def configs(draw):
+    ramp = sorted(draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))
+    stream = draw(st.booleans())
+    most = draw(st.integers(1, 40))
+    if stream:
+        most = 1 if most <= ramp[0] else most
+    return EngineConfig(
+        stream=stream,
+        rows=8,
+        max_frames=most,
+        chunk_ramp=ramp if stream else ramp[-1:],
+        largest_chunk=draw(st.integers(ramp[-1], 20)),
+        crowd=draw(st.integers(1, 9)),
+        codec_batch=draw(st.integers(1, 8)),
+        chunk_wait_ms=draw(st.sampled_from((0, 50, 400))),
+        final_wait_ms=draw(st.sampled_from((0, 30))),
+        join_fraction=draw(st.sampled_from((0, 0.5, 1))),
+        max_output_frames=20,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(configs(), st.randoms(use_true_random=False))
+def test_whatever_the_settings(config, rng):
+    """No call breaks a rule, and every stream ends, soon after its last frame and its client's last delay."""
+    chunking, sizes = Chunking(config, RATE), [rng.randint(0, config.max_frames) for _ in range(8)]
+    streams, unread = [Stream(whole=rng.random() < 0.1) for _ in sizes], [0] * 8
+    now, settled, calm = 0.0, 0.0, rng.uniform(0, 0.5)
+    while not all(stream.flushed or (stream.whole and stream.final) for stream in streams):
+        now += 0.01
+        hostile = now < calm
+        settled = settled if all(stream.final for stream in streams) and not hostile else now
+        for index, (stream, size) in enumerate(zip(streams, sizes, strict=True)):
+            stream.known = min(size, stream.known + rng.randrange(3))
+            stream.final = stream.known == size
+            unread[index] -= rng.randint(0, unread[index]) if hostile else unread[index]
+            stream.room = config.max_output_frames - unread[index] if config.stream else math.inf
+        live = [stream for stream in streams if not stream.flushed]
+        pressed, idle = hostile and rng.random() < 0.02, not hostile or rng.random() < 0.5
+        chunking.update(live, now, pressed=pressed)
+        chosen = chunking.select(live, now, idle=idle, pressed=pressed)
+        assert len({stream for stream, _ in chosen}) == len(chosen) <= config.batch
+        ready = [stream for stream, _ in chosen if stream.ripe_since is not None]
+        assert ready or not chosen
+        # Who only fills rows adds none; at this fraction whoever is not ready joins nobody.
+        if config.join_fraction == 1:
+            assert bucket_for(len(chosen), CODEC_BATCHES) == bucket_for(len(ready), CODEC_BATCHES)
+        for stream, count in chosen:
+            assert isinstance(count, int) and 1 <= count <= min(stream.pending, config.largest_chunk, stream.room)
+            assert not (stream.whole or chunking.is_stalled(stream))
+            assert idle or (config.stream and not stream.chunks)
+            unread[streams.index(stream)] += count
+            chunking.take(stream, count, now)
+        calls, turns = 2 + config.max_frames // config.largest_chunk, 1 + math.ceil(8 / config.batch)
+        assert now < settled + calls * (config.final_wait_ms / 1e3 + 0.01 * turns) + 0.02
