@@ -19,6 +19,9 @@ inline MossStatus check_pointer(const char* op, const char* name, const void* po
   return MOSS_OK;
 }
 
+// Sizes end here, so that sums of one and a tile's width stay within 32 bits.
+constexpr int64_t kMostRows = int64_t{1} << 30;
+
 // lowest <= value <= highest.
 inline MossStatus check_range(const char* op, const char* name, int64_t value, int64_t lowest, int64_t highest) {
   if (value >= lowest && value <= highest) return MOSS_OK;

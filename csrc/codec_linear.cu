@@ -293,7 +293,7 @@ MossStatus dispatch(const CodecLinearParams& params) {
 
 MossStatus check(const CodecLinearParams& params) {
   MossStatus status = check_range(kOp, "rows", params.rows, 0, kMaxRows);
-  if (status == MOSS_OK) status = check_at_least(kOp, "outputs", params.outputs, 2);
+  if (status == MOSS_OK) status = check_range(kOp, "outputs", params.outputs, 2, kMostRows);
   if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kChunk);
   if (status == MOSS_OK && (params.outputs % 2 != 0 || params.inputs % kChunk != 0))
     status = set_error(MOSS_ERROR_INVALID_ARGUMENT,

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <atomic>
 #include <limits>
 
 #include "checks.h"
@@ -288,10 +289,12 @@ MossStatus find_encode(Encode* encode) {
 
 // A row-major bf16 matrix, for boxes of `box_rows` rows and kStep columns; what a box has beyond it is zero.
 MossStatus make_map(CUtensorMap* map, const void* pointer, int rows, int columns, int box_rows) {
-  static Encode encode = nullptr;
+  static std::atomic<Encode> known{nullptr};
+  Encode encode = known;
   if (encode == nullptr) {
     const MossStatus status = find_encode(&encode);
     if (status != MOSS_OK) return status;
+    known = encode;
   }
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t stride[] = {sizes[0] * 2};
@@ -372,10 +375,10 @@ MossStatus dispatch(const PrefillLinearParams& params) {
 
 MossStatus check(const PrefillLinearParams& params) {
   MossStatus status = check_range(kOp, "mode", params.mode, MOSS_LINEAR_WHOLE, MOSS_LINEAR_ADD);
-  if (status == MOSS_OK) status = check_at_least(kOp, "rows", params.rows, 0);
+  if (status == MOSS_OK) status = check_range(kOp, "rows", params.rows, 0, kMostRows);
   const bool sliced = params.mode == MOSS_LINEAR_PARTIAL || params.mode == MOSS_LINEAR_ADD;
   if (status == MOSS_OK) status = check_range(kOp, "slices", params.slices, 1, sliced ? 64 : 1);
-  if (status == MOSS_OK) status = check_at_least(kOp, "outputs", params.outputs, 16);
+  if (status == MOSS_OK) status = check_range(kOp, "outputs", params.outputs, 16, kMostRows);
   if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kStep);
   if (status == MOSS_OK && (params.outputs % 16 != 0 || params.inputs % (params.slices * kStep) != 0))
     status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
@@ -393,6 +396,7 @@ MossStatus check(const PrefillLinearParams& params) {
 extern "C" MossStatus moss_prefill_linear(const PrefillLinearParams* params) {
   using namespace moss;
   MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
-  return status == MOSS_OK && params->rows > 0 ? dispatch(*params) : status;
+  return status == MOSS_OK ? dispatch(*params) : status;
 }

@@ -21,6 +21,7 @@ constexpr char kOp[] = "ring_attention";
 constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
 constexpr int kTileKeys = 16, kTileQueries = 16;
 constexpr int kMaxTokens = 32;
+constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 // Small blocks, four of them on a multiprocessor: while some wait for what depends on the slot, others read.
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kDepth = 3;  // tiles of a warp that are on their way at once
@@ -314,7 +315,7 @@ MossStatus check(const RingAttentionParams& params) {
   if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, kMaxTokens);
   if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
   if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kHeadDim, kHeadDim);
-  if (status == MOSS_OK) status = check_at_least(kOp, "capacity", params.capacity, 1);
+  if (status == MOSS_OK) status = check_range(kOp, "capacity", params.capacity, 1, kMaxCapacity);
   if (status == MOSS_OK) status = check_range(kOp, "window", params.window, 1, params.capacity);
   if (status == MOSS_OK) status = check_at_least(kOp, "ring_slots", params.ring_slots, 1);
   const struct {

@@ -263,9 +263,10 @@ MossStatus check_pointers(const SampleCodebookParams& params) {
 extern "C" MossStatus moss_sample_codebook(const SampleCodebookParams* params) {
   using namespace moss;
   MossStatus status = check_params(kOp, params);
+  if (status == MOSS_OK && params->batch == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check_sizes(*params);
   if (status == MOSS_OK) status = check_pointers(*params);
-  if (status != MOSS_OK || params->batch == 0) return status;
+  if (status != MOSS_OK) return status;
   switch (params->logits_dtype) {
     case MOSS_FLOAT32:
       return launch_for_vocab<float>(*params);

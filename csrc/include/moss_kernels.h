@@ -355,7 +355,7 @@ typedef struct CodecLinearParams {
   uint32_t struct_size;    /* sizeof(CodecLinearParams) */
   uint32_t abi_version;    /* MOSS_ABI_VERSION */
   int32_t rows;            /* M, 0 .. 32 */
-  int32_t outputs;         /* N, even */
+  int32_t outputs;         /* N, even, at most 2^30 */
   int32_t inputs;          /* K, a multiple of 32 */
   MossDtype x_dtype;       /* MOSS_BFLOAT16, or with a norm MOSS_FLOAT32 too */
   MossDtype out_dtype;     /* MOSS_BFLOAT16 or MOSS_FLOAT32 */
@@ -364,7 +364,7 @@ typedef struct CodecLinearParams {
   const void* weight;      /* [N, K] aligned to 16 bytes; read before the wait of a dependent launch, as the next three */
   const void* norm_weight; /* [K] aligned to 16 bytes; null: no norm */
   const float* norm_sums;  /* [2, N] weight @ norm_weight and weight @ norm_bias, aligned to 8 bytes; null: no norm */
-  const void* scale;       /* [N] null: the result is stored, not added */
+  const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
   int32_t reserved;
@@ -389,8 +389,8 @@ typedef struct PrefillLinearParams {
   uint32_t struct_size; /* sizeof(PrefillLinearParams) */
   uint32_t abi_version; /* MOSS_ABI_VERSION */
   PrefillLinearMode mode;
-  int32_t rows;    /* M, >= 0 */
-  int32_t outputs; /* N, a multiple of 16 */
+  int32_t rows;    /* M, 0 .. 2^30 */
+  int32_t outputs; /* N, a multiple of 16, at most 2^30 */
   int32_t inputs;  /* K, a multiple of 64 * slices */
   int32_t slices;  /* S, 1 .. 64; 1 unless PARTIAL or ADD */
   int32_t columns; /* outputs of a tile, with the same result: 128, 192 (GATE_UP), 200 (PARTIAL, ADD), 256 (not ADD); 0:
@@ -420,16 +420,18 @@ typedef struct RingAttentionParams {
   int32_t tokens;        /* T, 0 .. 32 */
   int32_t heads;         /* H, 1 .. 65535 */
   int32_t head_dim;      /* D, 64 */
-  int32_t capacity;      /* C, >= 1 */
+  int32_t capacity;      /* C, 1 .. 2^24 */
   int32_t window;        /* 1 .. C, the query itself included */
   int32_t ring_slots;    /* S+1 */
   int32_t write;         /* 1: store the chunk in the rings */
   float scale;           /* of the scores, times log2 e */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before the wait the kernel reads slots
+                               and offset alone, as hints, and again after it) */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
   const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
-  void* ring_k;          /* [S+1, H, C, D] read; row S is the null slot, which no row with valid tokens names */
-  void* ring_v;          /* [S+1, H, C, D] read */
+  void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with valid
+                            tokens names */
+  void* ring_v;          /* [S+1, H, C, D] likewise */
   const int32_t* slots;  /* [B] 0 .. S (not checked on the device) */
   const int32_t* valid;  /* [B] 0 .. T (not checked on the device) */
   const int64_t* offset; /* [S+1] tokens that each slot had consumed before this chunk */
