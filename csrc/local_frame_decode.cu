@@ -1,8 +1,8 @@
 // moss_local_frame_decode: a whole frame in one persistent, cooperative kernel.
 #include <cuda_runtime.h>
 
+#include "checks.h"
 #include "device/local_frame_compute.cuh"
-#include "error.h"
 
 namespace moss::local_frame {
 namespace {
@@ -113,20 +113,18 @@ MossStatus launch(const Arguments& arguments) {
   }
 }
 
-struct Required {
+struct Pointer {
   const char* name;
   const void* pointer;
   size_t alignment;
+  bool optional = false;
 };
 
 template <size_t COUNT>
-MossStatus check_pointers(const Required (&required)[COUNT]) {
-  for (const Required& entry : required) {
-    if (entry.pointer == nullptr)
-      return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must not be null", kOp, entry.name);
-    if (reinterpret_cast<uintptr_t>(entry.pointer) % entry.alignment != 0)
-      return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be aligned to %zu bytes, got %p", kOp, entry.name,
-                       entry.alignment, entry.pointer);
+MossStatus check_pointers(const Pointer (&pointers)[COUNT]) {
+  for (const Pointer& entry : pointers) {
+    const MossStatus status = check_pointer(kOp, entry.name, entry.pointer, entry.alignment, entry.optional);
+    if (status != MOSS_OK) return status;
   }
   return MOSS_OK;
 }
@@ -181,7 +179,12 @@ MossStatus check_decode(const LocalFrameDecodeParams& params) {
                          {"codes", params.codes, 8},
                          {"continues", params.continues, 1},
                          {"feedback", params.feedback, 4},
-                         {"status", params.status, 4}});
+                         {"status", params.status, 4},
+                         {"qkv_table", params.qkv_table, 16, true},
+                         {"teacher_codes", params.teacher_codes, 8, true},
+                         {"stop_logits", params.stop_logits, 4, true},
+                         {"audio_logits", params.audio_logits, 16, true},
+                         {"hidden_out", params.hidden_out, 4, true}});
 }
 
 template <class Dims>

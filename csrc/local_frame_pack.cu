@@ -1,8 +1,8 @@
 // moss_local_frame_pack: weights in the order in which local_frame_decode streams them.
 #include <cuda_runtime.h>
 
+#include "checks.h"
 #include "device/local_frame.cuh"
-#include "error.h"
 
 namespace moss::local_frame {
 namespace {
@@ -63,7 +63,7 @@ int64_t moss_local_frame_workspace_bytes(MossLocalModel model) {
 MossStatus moss_local_frame_pack(const LocalFramePackParams* params) {
   using namespace moss;
   using namespace moss::local_frame;
-  const MossStatus status = check_params(kOp, params);
+  MossStatus status = check_params(kOp, params);
   if (status != MOSS_OK) return status;
   if (moss_local_frame_packed_bytes(params->model) == 0)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `model` must be a MossLocalModel, got %d", kOp,
@@ -71,11 +71,9 @@ MossStatus moss_local_frame_pack(const LocalFramePackParams* params) {
   const void* pointers[] = {params->c_attn, params->c_proj,           params->fc_in,
                             params->fc_out, params->audio_embeddings, params->packed};
   const char* names[] = {"c_attn", "c_proj", "fc_in", "fc_out", "audio_embeddings", "packed"};
-  for (int i = 0; i < 6; ++i) {
-    if (pointers[i] == nullptr || reinterpret_cast<uintptr_t>(pointers[i]) % 16 != 0)
-      return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `%s` must be a device pointer aligned to 16 bytes, got %p",
-                       kOp, names[i], pointers[i]);
-  }
+  for (int i = 0; i < 6; ++i)
+    if (status == MOSS_OK) status = check_pointer(kOp, names[i], pointers[i], i < 5 ? 16 : 128);
+  if (status != MOSS_OK) return status;
   return params->model == MOSS_LOCAL_FULL ? pack_model<FullDims>(*params) : pack_model<TinyDims>(*params);
 }
 

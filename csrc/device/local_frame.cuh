@@ -59,6 +59,7 @@ struct TinyDims {
 constexpr int kMaxBatch = 128;
 constexpr int kMaxRows = 8;  // rows of one block: a launch has at least batch / 8 blocks
 constexpr int kCodebooks = 12;
+static_assert(kCodebooks % 2 == 0);  // the last position's partial sums carry a tag of 1: see Workspace
 constexpr int kMaxVocab = 1024;
 constexpr int kComputeThreads = 256;
 constexpr int kStageBytes = 10240;  // at most, of a weight stage before scaling
@@ -89,7 +90,7 @@ struct Packed {
 // the batch rounded up to what the tensor cores take. Activations that feed a product are packed as [k / 8][columns][8]
 // bf16; partial sums are [slice][columns][outputs] fp32, tagged (device/tagged.cuh) with the lowest bit of their
 // position: whatever the batch, the last position leaves a tag of 1, which bytes of 0xff stand for before the first
-// frame.
+// frame. So a workspace may serve batches of different `columns`, whose sums lie elsewhere, in any order.
 template <class Dims>
 struct Workspace {
   static constexpr int64_t kStopLogits = 256;

@@ -1,6 +1,10 @@
 // Floats in global memory that tell their reader whether they have been written: the lowest bit of each is a tag, and
 // every use of the memory has the other tag than the use before. The writer just stores `tagged` values, without fence
-// or counter, and a reader has them one trip to L2 later. A tag costs at most one unit in the last place.
+// or counter, and a reader has them one trip to L2 later. A tag costs at most one unit in the last place; an infinity
+// may become a NaN.
+//
+// A value of two uses ago has the tag of the present one. A reader cannot get it once it has seen the use between, or if
+// a launch has begun since; so whoever reads a place reads it at every use, up to its last one in the launch.
 #pragma once
 #include <cstdint>
 

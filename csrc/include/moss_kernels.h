@@ -217,8 +217,8 @@ typedef struct LocalFrameDecodeParams {
   uint32_t abi_version;
   MossLocalModel model;
   int32_t batch;           /* B, 1 .. 128 */
-  int32_t multiprocessors; /* blocks of the launch, at least B / 8; 0: as many as the products have units (128), or
-                              the device if fewer */
+  int32_t multiprocessors; /* blocks of the launch, at least B / 8, for a table 8; 0: as many as the products have
+                              units (128), or the device if fewer */
   int32_t pool_rows;       /* S+1 */
   int64_t audio_pad_id;    /* code of rows that do not continue */
   int64_t slot_id;         /* text id of a generated row */
@@ -226,8 +226,8 @@ typedef struct LocalFrameDecodeParams {
   int64_t text_rows;       /* rows of embed_tokens */
   float layer_norm_epsilon;
   int32_t reserved;
-  const void* packed;      /* from moss_local_frame_pack */
-  const void* ln_1_weight; /* [hidden], likewise the next five */
+  const void* packed;      /* from moss_local_frame_pack, aligned to 128 bytes */
+  const void* ln_1_weight; /* [hidden], likewise the next five; bf16 is aligned to 4 bytes where nothing else is said */
   const void* ln_1_bias;
   const void* ln_2_weight;
   const void* ln_2_bias;
@@ -238,11 +238,12 @@ typedef struct LocalFrameDecodeParams {
   const void* fc_in_bias;  /* [inner] */
   const void* fc_out_bias; /* [hidden] */
   const void* stop_head;   /* [2, hidden] row 0 continues, row 1 stops */
-  const void* audio_embeddings; /* [12, vocab, hidden] */
+  const void* audio_embeddings; /* [12, vocab, hidden] aligned to 16 bytes */
   const void* embed_tokens;     /* [text_rows, hidden] */
-  const float* rope;            /* [12, head_dim/2, 2] cos and sin, already rounded to bf16 */
-  const void* qkv_table;        /* [11, vocab, 3*hidden] from moss_local_qkv_table; null: c_attn runs at every position */
-  const void* hidden;           /* [B, hidden], rows contiguous one after the other, aligned to 4 bytes */
+  const float* rope;            /* [12, head_dim/2, 2] cos and sin, already rounded to bf16; aligned to 8 bytes */
+  const void* qkv_table;        /* [11, vocab, 3*hidden] from moss_local_qkv_table, aligned to 16 bytes; null: c_attn
+                                   runs at every position */
+  const void* hidden;           /* [B, hidden], rows contiguous one after the other */
   const int32_t* row_map;       /* [B] pool row of each batch row */
   const uint8_t* active;        /* [B] */
   const float* temperature;     /* [S+1], the sampling state as in SampleCodebookParams */
@@ -261,10 +262,11 @@ typedef struct LocalFrameDecodeParams {
   void* feedback;               /* [B, hidden] written: embedding of the row (slot_id, codes), or of pad_token_id alone */
   int32_t* status;              /* [B] written: or of the draws' status bits, 0 in inactive rows */
   float* stop_logits;           /* [B, 2] written in active rows; null: none. Likewise the next two */
-  float* audio_logits;          /* [B, 12, vocab] */
+  float* audio_logits;          /* [B, 12, vocab] aligned to 16 bytes */
   void* hidden_out;             /* [B, 12, hidden] output of ln_f at each position */
-  void* workspace;              /* moss_local_frame_workspace_bytes, aligned to 256 bytes; before the first frame its
-                                   first 256 bytes 0 and all others 0xff. One per live graph or stream */
+  void* workspace;              /* moss_local_frame_workspace_bytes, aligned to 256 bytes; before the first frame, and
+                                   after one that the device did not finish, its first 256 bytes 0 and all others 0xff.
+                                   One per live graph or stream; serves batches of all sizes, with a table or without */
   void* stream;
 } LocalFrameDecodeParams;
 
@@ -273,7 +275,8 @@ MOSS_API MossStatus moss_local_frame_decode(const LocalFrameDecodeParams* params
 
 /* q, k and v of every code, rotated for the position that follows its codebook, by the arithmetic of the frame itself.
  * `decode`: as for moss_local_frame_decode; read are model, multiprocessors, layer_norm_epsilon, packed, ln_1_*,
- * c_attn_bias, audio_embeddings, rope, workspace and stream. `table`: [11, vocab, 3*hidden] bf16, written. */
+ * c_attn_bias, audio_embeddings, rope, workspace and stream. `table`: [11, vocab, 3*hidden] bf16, aligned to 16 bytes,
+ * written. */
 MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, void* table);
 
 /* ---- paged_attention ------------------------------------------------------------------------------------------- */
@@ -425,12 +428,12 @@ typedef struct RingAttentionParams {
   int32_t ring_slots;    /* S+1 */
   int32_t write;         /* 1: store the chunk in the rings */
   float scale;           /* of the scores, times log2 e */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before the wait the kernel reads slots
-                               and offset alone, as hints, and again after it) */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before the wait the kernel
+                               reads slots and offset alone, as hints, and again after it) */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
   const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
-  void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with valid
-                            tokens names */
+  void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with
+                            valid tokens names */
   void* ring_v;          /* [S+1, H, C, D] likewise */
   const int32_t* slots;  /* [B] 0 .. S (not checked on the device) */
   const int32_t* valid;  /* [B] 0 .. T (not checked on the device) */

@@ -61,7 +61,7 @@ class LocalFrameDecoder:
             max_batch: largest batch that will be decoded, 1..128.
             qkv_table: look q, k and v up (165 MiB at full size) instead of running c_attn at each position. Same bits.
             multiprocessors: blocks of a launch; None for 128, or all that the device has. Fewer leave room for other
-                work on the card, but a batch needs at least one for 8 rows. Same bits.
+                work on the card, but a batch needs at least one for 8 rows, and the table 8. Same bits.
 
         Raises:
             NotImplementedError: No kernel for these dimensions or this device.
