@@ -8,6 +8,7 @@ import torch
 from moss_kernels.codec_linear import codec_linear
 from moss_kernels.local_frame_decode.reference import LocalFrameWeights
 from moss_kernels.paged_attention import AttentionScratch, paged_attention
+from moss_kernels.prefill_attention import prefill_attention
 from moss_kernels.prefill_linear import prefill_linear
 from moss_kernels.rms_norm import rms_norm
 from moss_kernels.testing.backbone import PagedInputs
@@ -57,6 +58,14 @@ def test_attention_reads_the_tokens_that_rows_hold():
     arguments = (qkv, norm, norm, 1e-6, cos_sin, *kv.layer(), out, scratch)
     expected = qkv.nbytes + out.nbytes + (6 + 71) * 2 * kv_heads * head_dim * 4
     assert noted(lambda: paged_attention(*arguments)) == {"moss::paged_attention": expected}
+
+
+def test_attention_of_prompts_reads_each_key_once():
+    q, pages, tables = torch.ones(3 * 4, 4 * 16), torch.ones(9, 2, 8, 16), torch.arange(9, dtype=torch.int32)
+    counts = torch.tensor([4, 0, 1], dtype=torch.int32)
+    arguments = (q, pages, pages, tables.view(3, 3), counts, 10, torch.empty_like(q))
+    expected = 2 * q.nbytes + (14 + 11) * 2 * 2 * 16 * 4
+    assert noted(lambda: prefill_attention(*arguments)) == {"moss::prefill_attention": expected}
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -43,6 +43,11 @@ def _paged_attention(
     return _all(qkv, out) + int(tokens) * _token(key_pages)
 
 
+def _prefill_attention(q, key_pages, value_pages, page_tables, counts, start, out) -> int:
+    tokens = (counts + start)[counts > 0].sum()
+    return _all(q, out) + int(tokens) * _token(key_pages)
+
+
 def _token(pages: Tensor) -> int:
     """Key and value of a token in pages [P+1, H, Z, D]."""
     return 2 * pages.shape[1] * pages.shape[3] * pages.element_size()
@@ -72,6 +77,7 @@ BYTES: dict[str, Callable[..., int]] = {
     "moss::dequantize_codes": _dequantize_codes,
     "moss::kv_append": _kv_append,
     "moss::paged_attention": _paged_attention,
+    "moss::prefill_attention": _prefill_attention,
     "moss::prefill_linear": _prefill_linear,
     "moss::ring_attention": _ring_attention,
     "moss::ring_kv_write": _ring_kv_write,
