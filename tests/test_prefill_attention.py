@@ -151,6 +151,13 @@ def test_wrong_argument_is_named(name, error, message, value):
         prefill_attention(**arguments)
 
 
+def test_pages_without_heads_are_refused():
+    arguments = make_inputs()
+    arguments[1] = arguments[2] = torch.zeros(9, 0, 16, 16)
+    with pytest.raises(ValueError, match=r"`q` must have a multiple of H\*D = 0 columns, got 96"):
+        prefill_attention(*arguments)
+
+
 def test_triton_names_the_sizes_it_takes():
     with pytest.raises(NotImplementedError, match="head_dim of 16, 32, 64, 128, got 20"):
         triton_kernel.prefill_attention_triton(*make_inputs(head_dim=20))

@@ -36,7 +36,7 @@ def _check(
     rows, batch, width = sizes["B*L"], sizes["B"], sizes["H"] * sizes["D"]
     if rows % batch if batch else rows:
         raise ValueError(f"`{_OP}`: `q` must have a multiple of B = {batch} rows, got {rows}")
-    if sizes["Hq*D"] == 0 or sizes["Hq*D"] % width:
+    if width == 0 or sizes["Hq*D"] == 0 or sizes["Hq*D"] % width:
         raise ValueError(f"`{_OP}`: `q` must have a multiple of H*D = {width} columns, got {sizes['Hq*D']}")
     if start < 0:
         raise ValueError(f"`{_OP}`: `start` must be at least 0, got {start}")
