@@ -120,6 +120,12 @@ def test_nothing_unwritten_is_read(world):
         world.check_frame(world.decoder, "poisoned workspace")
 
 
+def test_one_workspace_serves_all_batches_in_any_order(world):
+    """Partial sums of batches of other sizes lie elsewhere in it, and their readers wait in other ways."""
+    for size in (3, 60, 3, 20, ROWS, 20, 12, 60, 12, ROWS, 3):
+        world.check_frame(world.decoder, f"{size} rows", size)
+
+
 def test_inactive_requests_keep_every_bit(world):
     row_map, active = world.request_map()
     active[::3] = False
