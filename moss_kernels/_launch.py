@@ -8,7 +8,7 @@ _SWITCH = {"": None, "0": False, "1": True}
 _value = os.environ.get("MOSS_DEPENDENT_LAUNCH", "")
 if _value not in _SWITCH:
     raise ValueError(f"MOSS_DEPENDENT_LAUNCH must be 0 or 1, or not set, got {_value!r}")
-# For all ops; None leaves it to each. Read by each launch, so that tests and benchmarks can set it.
+# For all ops that ask below; None leaves it to each. Read by each launch, so that tests and benchmarks can set it.
 enabled = _SWITCH[_value]
 
 

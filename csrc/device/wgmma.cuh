@@ -13,7 +13,6 @@ namespace moss {
 // Low word of a matrix descriptor. `address`: shared memory address of the first core matrix; `k_stride`: bytes from
 // one core matrix to the next along K; both multiples of 16. Moving by n bytes adds n / 16. The high word is a
 // constant: 128 bytes from one core matrix to the next along the rows.
-// In a cluster the bits of an address from 24 on are the block's rank, which must not reach the descriptor.
 __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address, uint32_t k_stride) {
   return (address & 0x3FFFF) >> 4 | (k_stride >> 4) << 16;
 }
