@@ -1,10 +1,12 @@
 """prefill_linear: plain linears, and every implementation, width of a tile and number of rows against them."""
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moss_kernels import _launch
+from moss_kernels import _launch, _library
 from moss_kernels.backbone_linear import split_count
 from moss_kernels.prefill_linear import cuda_kernel, prefill_linear
 from moss_kernels.prefill_linear.triton_fallback import prefill_linear_triton
@@ -96,6 +98,29 @@ def test_what_the_kernel_takes():
     assert not (takes(40, 64) or takes(48, 96) or takes(48, 2080) or takes(48, 64, torch.float32))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("struct_size", 8, "`struct_size` must be .*, got 8"),
+        ("mode", 4, r"`mode` must be 0 \.\. 3, got 4"),
+        ("rows", -1, r"`rows` must be 0 \.\. 1073741824, got -1"),
+        ("outputs", 8, "`outputs` must be .*, got 8"),
+        ("inputs", 128, "`inputs` of 192, got 48 and 128"),
+        ("slices", 65, r"`slices` must be 1 \.\. 64, got 65"),
+        ("x", None, "`x` must not be null"),
+        ("weight", 0x1008, "`weight` must be aligned to 16 bytes, got 0x1008"),
+        ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    values = {"mode": 3, "rows": 1, "outputs": 48, "inputs": 192, "slices": 3}
+    values |= {"x": 0x1000, "weight": 0x1000, "out": 0x1000}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.PrefillLinearParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.PrefillLinearParams(**header | values | {field: value})
+    with pytest.raises(ValueError, match=f"`prefill_linear`: .*{message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
+
+
 def errors(actual, exact):
     return (actual.double() - exact).square().mean().sqrt().item()
 
@@ -113,6 +138,12 @@ def test_bf16_is_as_close_as_the_eager_linear(kind, n, k, rows):
     exact, eager = result(x.double(), weight.double(), gate_up, add, out), result(*arguments)
     cuda_kernel.prefill_linear_cuda(*arguments)
     assert errors(total(kind, out), exact) <= 1.25 * errors(eager, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_no_error(kind):
+    cuda_kernel.prefill_linear_cuda(*on_gpu(kind, 0, 48, 64))
 
 
 @pytest.mark.gpu
