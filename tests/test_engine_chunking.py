@@ -219,9 +219,22 @@ def test_what_is_taken_takes_room():
     assert ask(chunking, [stream], 1.0, pressed=True) == [] and chunking.is_stalled(stream)
 
 
-def test_without_slots_nothing_is_cut():
-    chunking, stream = make(), Stream(known=40, final=True, whole=True)
-    assert ask(chunking, [stream], 1.0, pressed=True) == []
+def test_without_a_slot_a_request_goes_in_one_piece_when_the_codec_has_nothing_else():
+    chunking, whole, other = make(), Stream(known=40, whole=True), grown(15, chunks=5)
+    assert ask(chunking, [whole], 1.0, pressed=True) == []
+    whole.final = True
+    assert ask(chunking, [whole, other], 1.0) == [(1, 15)]
+    assert ask(chunking, [whole, other], 1.0, idle=False) == []
+    assert ask(chunking, [whole, other], 1.0) == [(0, 40)]
+
+
+def test_a_request_without_a_slot_does_not_wait_for_ever():
+    chunking, whole = make(), Stream(known=40, whole=True, final=True)
+    served = []
+    for step in range(110):
+        other = grown(15, chunks=5)
+        served += [count for index, count in ask(chunking, [whole, other], 0.01 * step) if index == 0]
+    assert served == [40]
 
 
 @pytest.mark.parametrize("mode", ["offline-fast", "streaming-low-latency", "streaming-balanced"])
@@ -272,7 +285,7 @@ def test_whatever_the_settings(config, rng):
     chunking, sizes = Chunking(config, RATE), [rng.randint(0, config.max_frames) for _ in range(8)]
     streams, unread = [Stream(whole=rng.random() < 0.1) for _ in sizes], [0] * 8
     now, settled, calm = 0.0, 0.0, rng.uniform(0, 0.5)
-    while not all(stream.flushed or (stream.whole and stream.final) for stream in streams):
+    while not all(stream.flushed for stream in streams):
         now += 0.01
         hostile = now < calm
         settled = settled if all(stream.final for stream in streams) and not hostile else now
@@ -288,6 +301,11 @@ def test_whatever_the_settings(config, rng):
         assert len({stream for stream, _ in chosen}) == len(chosen) <= config.batch
         ready = [stream for stream, _ in chosen if stream.ripe_since is not None]
         assert ready or not chosen
+        if any(stream.whole for stream in ready):
+            ((stream, count),) = chosen
+            assert idle and stream.final and count == stream.pending
+            chunking.take(stream, count, now)
+            continue
         # Who only fills rows adds none; at this fraction whoever is not ready joins nobody.
         if config.join_fraction == 1:
             assert bucket_for(len(chosen), CODEC_BATCHES) == bucket_for(len(ready), CODEC_BATCHES)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from moss_runtime.engine.config import CODEC_BATCHES, EngineConfig
 from moss_runtime.graphs.capture import bucket_for
 
-# How long a later chunk is ready at most while first ones keep coming.
+# How long a later chunk waits at most while first ones keep coming, and a request without a slot while chunks do.
 _PATIENCE_S = 1.0
 
 
@@ -80,12 +80,23 @@ class Chunking:
             idle: no call is under way; otherwise only first chunks are served.
             pressed: nobody waits.
         """
-        ripe = [stream for stream in streams if stream.ripe_since is not None]
+        ended = [stream for stream in streams if stream.whole and stream.ripe_since is not None]
+        whole = min(ended, key=lambda stream: stream.ripe_since, default=None) if idle else None
+        if whole is None or not self._is_late(whole, now):
+            chosen = self._chunks(streams, now, idle=idle, pressed=pressed)
+            if chosen or whole is None:
+                return chosen
+        return [(whole, whole.pending)]
+
+    def _chunks(
+        self, streams: Collection[Stream], now: float, *, idle: bool, pressed: bool
+    ) -> list[tuple[Stream, int]]:
+        """The next call for streams with codec slots."""
+        ripe = [stream for stream in streams if stream.ripe_since is not None and not stream.whole]
         due = [stream for stream in ripe if pressed or self.deadline(stream) <= now]
         first = [stream for stream in due if self._is_first(stream)]
         # Requests of a single chunk may come for ever.
-        late = any(now > stream.ripe_since + _PATIENCE_S for stream in due if not self._is_first(stream))
-        if first and not late:
+        if first and not any(self._is_late(stream, now) for stream in due if not self._is_first(stream)):
             return self._cut(first, self._ramp(0))
         if not idle or not (due or self._most_are_full(streams)):
             return []
@@ -132,8 +143,13 @@ class Chunking:
         """Frames that make its next chunk ready."""
         return self._ramp(stream.chunks)
 
+    def _is_late(self, stream: Stream, now: float) -> bool:
+        return now > stream.ripe_since + _PATIENCE_S
+
     def _is_ripe(self, stream: Stream, pressed: bool) -> bool:
-        if stream.whole or not stream.pending or self.is_stalled(stream):
+        if stream.whole:
+            return stream.final and stream.pending > 0
+        if not stream.pending or self.is_stalled(stream):
             return False
         return stream.final or pressed or stream.pending >= self._size(stream)
 

@@ -246,9 +246,6 @@ class Scheduler:
         enqueued = False
         while self._stage.free:
             chosen = self._chunking.select(jobs, now, idle=self._stage.idle, pressed=self._pressed)
-            whole = [stream for stream in jobs if stream.whole and stream.final and stream.pending]
-            if not chosen and whole and self._stage.idle:
-                chosen = [(whole[0], whole[0].pending)]
             if not chosen:
                 break
             self._decode([jobs[stream] for stream, _ in chosen], chosen, now)
