@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "checks.h"
-#include "device/async_copy.cuh"
+#include "device/bulk_copy.cuh"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
 #include "device/wgmma_swizzled.cuh"

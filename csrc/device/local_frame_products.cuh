@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "device/async_copy.cuh"
+#include "device/bulk_copy.cuh"
 #include "device/local_frame.cuh"
 #include "device/tagged.cuh"
 #include "device/wgmma.cuh"
