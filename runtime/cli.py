@@ -58,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse("standard output: closed by its reader")
     except OSError as error:
         return _refuse(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch has a class of its own for a GPU's memory, and none for the host's.
+        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+            raise
+        return _refuse(f"out of memory: {str(error).rpartition('allocate memory: ')[2]}")
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED

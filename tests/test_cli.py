@@ -16,6 +16,7 @@ from safetensors.torch import load, load_file, save_file
 
 from moss_runtime.audio import load_audio
 from moss_runtime.cli import main
+from moss_runtime.commands import inspect as inspect_command
 from moss_runtime.commands import synth as synth_command
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
 from moss_runtime.model.tts import Generation
@@ -216,6 +217,8 @@ def test_the_installed_program_refuses_with_exit_code_2(demo):
         (["--reference", "none.wav", "x"], "none.wav: no such file"),
         (["--model", "none", "x"], "none: no such checkpoint directory"),
         (["--codec", "none", "x"], "none: no such checkpoint directory"),
+        (["--codec", "demo", "x"], "demo: codec config: number_channels must be"),
+        (["--model", "demo/audio_tokenizer", "--codec", "demo", "x"], "demo/audio_tokenizer: config: `local_text_head"),
         (["--output", "none/out.wav", "x"], "none/out.wav: cannot be written (No such file or directory)"),
         (["--output", ".", "x"], ".: cannot be written (not a regular file)"),
     ],
@@ -224,11 +227,31 @@ def test_bad_options(demo, capsys, options, message):
     assert message in refused_synth(capsys, *options)
 
 
+def test_memory_that_is_not_there(demo, capsys, monkeypatch):
+    monkeypatch.setattr(inspect_command, "run", lambda args: torch.empty(2**60, dtype=torch.uint8))
+    assert f"error: out of memory: you tried to allocate {2**60} bytes" in refused(capsys, "inspect")
+
+    def on_a_gpu(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(inspect_command, "run", on_a_gpu)
+    assert "error: out of memory: CUDA out of memory. Tried to allocate 1 GiB" in refused(capsys, "inspect")
+
+    def faulty(args):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(inspect_command, "run", faulty)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run("inspect")
+
+
 def test_commands_and_texts_that_do_not_exist(demo, capsys, monkeypatch):
     assert "invalid choice: 'sing'" in refused(capsys, "sing")
     assert "required: command" in refused(capsys)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     assert "standard input: not UTF-8 text (byte 0)" in refused_synth(capsys)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("hé\0".encode())))
+    assert "standard input: not UTF-8 text (NUL at byte 3)" in refused_synth(capsys)
     for nothing in (b"", b"\xef\xbb\xbf\n"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(nothing)))
         assert "the text is empty" in refused_synth(capsys)
@@ -281,7 +304,7 @@ def test_bad_codes(demo, capsys):
         "narrow.safetensors": "[1, 4, 11]",
         "float.safetensors": "must be integers",
         "empty.safetensors": "[frames >= 1, codebooks]",
-        "other.safetensors": "must hold a tensor `codes`",
+        "other.safetensors": "must hold a tensor `codes` [frames >= 1, codebooks], got 1 others",
         "text.safetensors": "not a safetensors file",
     }
     for name, message in messages.items():

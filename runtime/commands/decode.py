@@ -57,6 +57,6 @@ def _read_codes(path: str) -> torch.Tensor:
         raise UserError(f"{path}: not a safetensors file, or truncated ({error})") from None
     codes = tensors.get("codes")
     if codes is None or codes.dim() != 2 or len(codes) == 0:
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        found = f"{len(tensors)} others" if codes is None else list(codes.shape)
         raise UserError(f"{path}: must hold a tensor `codes` [frames >= 1, codebooks], got {found}")
     return codes

@@ -197,11 +197,14 @@ def _decoded_text(path: Path | None) -> str:
         raise UserError("give a text, or --text-file: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if path is None else path.read_bytes()
-        return data.decode("utf-8-sig").rstrip("\r\n")
+        text = data.decode("utf-8-sig").rstrip("\r\n")
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    if "\0" in text:  # UTF-16 without its mark, or no text at all
+        raise UserError(f"{name}: not UTF-8 text (NUL at byte {data.index(0)})")
+    return text
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,8 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")  # an 8-bit float without its scale is no weight
 NAMES_SHOWN = 4
 
+T = TypeVar("T")
+
 
 def read_config(directory: str | Path) -> dict:
     """Read `config.json` of a checkpoint directory.
@@ -25,6 +28,19 @@ def read_config(directory: str | Path) -> dict:
         CheckpointError: the directory or file is missing, or the file is not a JSON object.
     """
     return _read_json(_existing_directory(directory) / "config.json")
+
+
+def parse_config(directory: str | Path, parse: Callable[[dict], T]) -> T:
+    """What `parse` makes of `config.json`.
+
+    Raises:
+        CheckpointError: as `read_config`, or as `parse`, with the name of the directory.
+    """
+    config = read_config(directory)
+    try:
+        return parse(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
 
 
 def tensor_shapes(directory: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moss_runtime.errors import CheckpointError, UserError
-from moss_runtime.model.checkpoint import read_config
+from moss_runtime.model.checkpoint import parse_config
 
 if TYPE_CHECKING:
     from moss_runtime.model.codec.config import CodecConfig
@@ -136,7 +136,7 @@ class ModelConfig:
         Raises:
             CheckpointError: as `from_dict`, or the file is missing or not JSON.
         """
-        return cls.from_dict(read_config(directory))
+        return parse_config(directory, cls.from_dict)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "ModelConfig":

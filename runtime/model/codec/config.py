@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moss_runtime.errors import CheckpointError
-from moss_runtime.model.checkpoint import read_config
+from moss_runtime.model.checkpoint import parse_config
 from moss_runtime.model.config import LARGEST_COUNT, LARGEST_SIZE
 
 COUNTS = ("num_heads", "num_layers", "num_quantizers", "number_channels")
@@ -77,7 +77,7 @@ class CodecConfig:
     @classmethod
     def from_directory(cls, directory: str | Path) -> "CodecConfig":
         """Read `config.json` of a codec checkpoint; errors as in `from_dict`, or `CheckpointError` if it is missing."""
-        return cls.from_dict(read_config(directory))
+        return parse_config(directory, cls.from_dict)
 
     @classmethod
     def from_dict(cls, config: dict) -> "CodecConfig":
