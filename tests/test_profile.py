@@ -90,12 +90,13 @@ def test_ranges_are_for_the_torch_profiler_only_inside():
         ("engine", {"moss/engine": 2, "moss/admit": 4}, {}),
     ],
 )
-def test_stages(demo, tmp_path, capsys, stage, ranges, operators):
+def test_stages(demo, tmp_path, capfd, stage, ranges, operators):
     trace = tmp_path / "trace.json"
     options = ["--model", str(demo), "--device", "cpu", "--rows", "2", "--passes", "2", "--top", "200"]
     options += ["--frames", "3"] * (stage == "engine") + ["-o", str(trace)]
     assert main(["profile", stage, *options]) == 0
-    output = capsys.readouterr().out
+    output, notes = capfd.readouterr()
+    assert notes == ""
     found = Counter(event.get("name") for event in json.loads(trace.read_text())["traceEvents"])
     assert {name: found[name] for name in ranges} == ranges
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
@@ -147,6 +148,12 @@ def test_refusals(capsys, words):
     except SystemExit as leave:
         code = leave.code
     assert code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_output_is_tried_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "STAGES", {"frame": None})
+    assert main(["profile", "frame", "-o", str(tmp_path / "none" / "trace.json")]) == 2
+    assert "trace.json: cannot be written" in capsys.readouterr().err
 
 
 def test_stages_of_the_readme():

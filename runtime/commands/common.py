@@ -58,7 +58,7 @@ def load_recording(path: str, codec: CodecConfig, downmix: bool) -> torch.Tensor
     Raises:
         AudioError: as `load_audio`, or it is shorter than one frame.
     """
-    with _quiet_libraries():
+    with quiet_libraries():
         audio = load_audio(path, sampling_rate=codec.sampling_rate, channels=codec.channels, downmix=downmix)
     if audio.shape[1] < codec.samples_per_frame:
         raise AudioError(f"{path}: shorter than one frame of {1000 / codec.frame_rate:.0f} ms")
@@ -66,8 +66,8 @@ def load_recording(path: str, codec: CodecConfig, downmix: bool) -> torch.Tensor
 
 
 @contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """The MP3 decoder prints notes about damaged files to file descriptor 2, but an error is one line of ours."""
+def quiet_libraries() -> Iterator[None]:
+    """Nothing reaches file descriptor 2: MP3 decoder and profiler write notes there, but an error is one line."""
     if sys.stderr is None:  # closed; the descriptor may be another file's by now
         yield
         return

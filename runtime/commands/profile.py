@@ -11,7 +11,13 @@ import torch
 
 from moss_kernels import SamplingParams
 from moss_runtime.commands.bench_engine import SIZES, Workload, for_load, random_engine
-from moss_runtime.commands.common import add_checkpoint_arguments, add_device_arguments, device_and_dtype, positive
+from moss_runtime.commands.common import (
+    add_checkpoint_arguments,
+    add_device_arguments,
+    device_and_dtype,
+    positive,
+    quiet_libraries,
+)
 from moss_runtime.engine import EngineConfig, load_engine
 from moss_runtime.errors import UserError
 from moss_runtime.files import replacing
@@ -81,7 +87,13 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--codec goes with --model")
     if args.ranges_only and device.type != "cuda":
         raise UserError("--ranges-only needs a CUDA device: elsewhere there are no NVTX ranges")
-    with torch.no_grad(), STAGES[args.stage](args, device, dtype) as work:
+    output = args.output or f"moss-{args.stage}.trace.json"
+    # A file that cannot be written is found before anything runs.
+    with (
+        contextlib.nullcontext() if args.ranges_only else replacing(output) as path,
+        torch.no_grad(),
+        STAGES[args.stage](args, device, dtype) as work,
+    ):
         _passes(work.one_pass, WARM_UPS, device)
         if args.ranges_only:
             torch.cuda.profiler.start()
@@ -91,8 +103,6 @@ def run(args: argparse.Namespace) -> None:
         seconds = _passes(work.one_pass, args.passes, device)
         moved = _moved(work, device)
         profile = _profiled(work.one_pass, args.passes, device)
-    output = args.output or f"moss-{args.stage}.trace.json"
-    with replacing(output) as path:
         profile.export_chrome_trace(str(path))
     spans = device_spans(profile, device)
     moved |= {span.name: size for span in spans for part, size in work.moved.items() if part in span.name}
@@ -125,7 +135,11 @@ def _profiled(one_pass: Pass, count: int, device: torch.device) -> torch.profile
     activities = [activity.CPU, *([activity.CUDA] if device.type == "cuda" else [])]
     # The engine works in threads of its own.
     threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch_ranges(), torch.profiler.profile(activities=activities, experimental_config=threads) as profile:
+    with (
+        quiet_libraries(),
+        torch_ranges(),
+        torch.profiler.profile(activities=activities, experimental_config=threads) as profile,
+    ):
         _passes(one_pass, count, device)
     return profile
 
