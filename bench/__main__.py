@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bench import harness
 from bench.compare import compare_files
 from bench.plot import plot
@@ -71,9 +73,12 @@ def run(options: argparse.Namespace) -> int:
         Exit code: 1 if one of them failed; the others have run all the same.
 
     Raises:
-        UserError: there is no such case.
+        UserError: there is no such case, or no GPU for it.
     """
     names, failed, cases = selected(options.case), [], 0
+    without_gpu = names if options.smoke else ["host"] if options.dry_run else []
+    if not torch.cuda.is_available() and set(names) - set(without_gpu):
+        raise UserError("no CUDA device here; without one there are --smoke and --case host --dry-run")
     for name in names:
         command = [sys.executable, "-m", f"bench.bench_{name}", *forwarded(options)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -100,7 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.compare:
             from rich.console import Console
 
-            Console().print(compare_files(*options.compare))
+            console = Console()
+            # What is piped to a file is not cut at 80 columns.
+            console.width = console.width if console.is_terminal else 160
+            console.print(compare_files(*options.compare))
         elif options.plot:
             plot(options.results, options.plot)
         else:

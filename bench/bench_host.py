@@ -174,7 +174,7 @@ def main() -> int:
         if options.smoke:
             words.append("--benchmark-disable")
         else:
-            words += ["--benchmark-only", "--benchmark-save-data", f"--benchmark-json={path}"]
+            words += ["--benchmark-only", "--benchmark-quiet", "--benchmark-save-data", f"--benchmark-json={path}"]
         code = pytest.main(words, plugins=[_Cases(options)])
         if code == pytest.ExitCode.NO_TESTS_COLLECTED:
             return 0

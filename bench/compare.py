@@ -70,9 +70,11 @@ def as_table(comparisons: Iterable[Comparison], names: tuple[str, str] = ("A", "
     """A table for a `rich` console."""
     from rich.table import Table
 
-    table = Table("case", "impl")
+    table = Table()
+    table.add_column("case", no_wrap=True)
+    table.add_column("impl", overflow="fold")
     for name in (*names, "speed"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     table.add_column("verdict")
     colours = {FASTER: "green", SLOWER: "red"}
     for one in comparisons:

@@ -180,13 +180,21 @@ def test_more_audio_is_faster_and_another_machine_is_named():
         compare([rate], [rate | {"unit": "ms"}])
 
 
+def test_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
+    for words in ([], ["--case", "host"], ["--dry-run"]):
+        assert program.main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_compare_on_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
-    before = write(tmp_path / "before.jsonl", {}, {"impl": "torch_graph", "p50": 4.6})
+    monkeypatch.setenv("COLUMNS", "80")
+    before = write(tmp_path / "2026-11-29-before.jsonl", {}, {"impl": "torch_graph", "p50": 4.6})
     after = write(tmp_path / "after.jsonl", {"p20": 0.9, "p50": 1.0, "p80": 1.1}, {"impl": "torch_graph", "p50": 4.6})
     assert program.main(["--compare", str(before), str(after)]) == 0
     output = capsys.readouterr().out
-    assert "2.000 x" in output and "faster" in output and "noise" in output and "before" in output
+    assert "2.000 x" in output and "faster" in output and "noise" in output
+    assert ROW["case"] in output and "2026-11-29-before" in output
     assert program.main(["--compare", str(before), str(tmp_path / "none.jsonl")]) == 2
     (tmp_path / "none.jsonl").write_text("{")
     assert program.main(["--compare", str(before), str(tmp_path / "none.jsonl")]) == 2
