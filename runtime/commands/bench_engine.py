@@ -161,7 +161,8 @@ def _print(load: Load, engine: Engine) -> None:
         "underruns": str(load.underruns),
         "first audio by stage": ", ".join(
             f"{name} {value:.1f} ms" for name, value in summary["stages_ms"].items() if value is not None
-        ),
+        )
+        or "none",
         "frame by stage": ", ".join(f"{name} {times['p50']:.2f} ms" for name, times in shot["frame_ms"].items()),
         "codec calls": f"{shot['codec_calls']}, {shot['codec_rows'] / max(shot['codec_calls'], 1):.1f} streams each",
         "graph hits": graphs,
