@@ -3,10 +3,17 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moss_runtime.errors import UserError
+
+
+def keep_inputs(output: str | Path, inputs: Iterable[str | Path]) -> None:
+    """Raise UserError if an output would replace one of the files that a command reads."""
+    for path in inputs:
+        if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
+            raise UserError(f"{output}: is an input as well, and would be lost; name another output")
 
 
 @contextlib.contextmanager

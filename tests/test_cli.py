@@ -268,6 +268,21 @@ def test_symbolic_links_in_a_loop(demo, capsys):
     assert "loop: no such file" in refused_synth(capsys, "--reference", "loop", "x", kept=kept)
 
 
+def test_an_output_that_is_an_input_is_refused(demo, capsys):
+    shutil.copy(REFERENCE, "voice.wav")
+    Path("text.txt").write_text(TEXT)
+    Path("link").symlink_to("voice.wav")
+    kept, before = ("demo", "voice.wav", "text.txt", "link"), Path("voice.wav").read_bytes()
+    for arguments in (("--reference", "voice.wav"), ("--prompt-audio", "link")):
+        message = refused_synth(capsys, *arguments, "--output", "voice.wav", TEXT, kept=kept)
+        assert "voice.wav: is an input as well" in message
+    assert "text.txt: is an input" in refused_synth(capsys, "--text-file", "text.txt", "-o", "text.txt", kept=kept)
+    for command in ("encode", "decode"):
+        message = refused(capsys, command, "voice.wav", "--model", "demo", "-o", "link", kept=kept)
+        assert "link: is an input as well" in message
+    assert Path("voice.wav").read_bytes() == before
+
+
 def test_bad_recordings(demo, capsys):
     tone = np.sin(np.arange(9600) / 20)
     soundfile.write("many.wav", np.stack([tone] * 3, axis=1), 48_000)

@@ -15,6 +15,7 @@ from moss_runtime.commands.common import (
     print_summary,
 )
 from moss_runtime.errors import UserError
+from moss_runtime.files import keep_inputs
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    keep_inputs(args.output, [args.codes])
     device, dtype = device_and_dtype(args)
     directory = codec_directory(args.codec, checkpoint_directory(args.model) if args.model else None)
     config = CodecConfig.from_directory(directory)

@@ -12,7 +12,7 @@ from moss_runtime.commands.common import (
     load_recording,
     print_summary,
 )
-from moss_runtime.files import replacing
+from moss_runtime.files import keep_inputs, replacing
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec, CodecConfig
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes one tensor, `codes: [frames, codebooks] int64`. What the last whole frame leaves over is dropped."""
+    keep_inputs(args.output, [args.audio])
     device, dtype = device_and_dtype(args)
     directory = codec_directory(args.codec, checkpoint_directory(args.model) if args.model else None)
     config = CodecConfig.from_directory(directory)

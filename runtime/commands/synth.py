@@ -23,6 +23,7 @@ from moss_runtime.commands.common import (
 )
 from moss_runtime.demo_checkpoint import is_demo
 from moss_runtime.errors import CheckpointError, PromptError, UserError
+from moss_runtime.files import keep_inputs
 from moss_runtime.graphs.capture import free_memory
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
@@ -77,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    recorded = [*args.reference, *([] if args.prompt_audio is None else [args.prompt_audio])]
+    keep_inputs(args.output, filter(None, [*recorded, args.text_file]))
     text = _read_text(args)
     params = _sampling_params(args)
     device, dtype = device_and_dtype(args)
@@ -86,10 +89,7 @@ def run(args: argparse.Namespace) -> None:
     config, codec_config = ModelConfig.from_directory(model_directory), CodecConfig.from_directory(codec_dir)
     config.check_codec(codec_config)
     prompts = PromptBuilder(model_directory / "tokenizer.json", config)
-    recordings = [
-        load_recording(path, codec_config, args.downmix)
-        for path in [*args.reference, *([] if args.prompt_audio is None else [args.prompt_audio])]
-    ]
+    recordings = [load_recording(path, codec_config, args.downmix) for path in recorded]
     # Prompts are long by the clips in them, so codes of their lengths say how much memory it takes.
     frames = [clip.shape[1] // codec_config.samples_per_frame for clip in recordings]
     rows = len(_prompt(prompts, text, args, [torch.zeros(count, config.n_vq, dtype=torch.int64) for count in frames]))
