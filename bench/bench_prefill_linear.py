@@ -45,13 +45,11 @@ def linear(
         launch(weight)
         return out.sum(0) if out.dim() == 3 else out
 
-    def library(weight: Tensor) -> Tensor:
-        product = F.linear(x, weight)
+    def plain(dtype: torch.dtype, weight: Tensor) -> Tensor:
+        product = F.linear(x.to(dtype), weight.to(dtype))
         return F.silu(product[:, 0::2]) * product[:, 1::2] if gated else product
 
-    def exact(weight: Tensor) -> Tensor:
-        product = F.linear(x.double(), weight.double())
-        return F.silu(product[:, 0::2]) * product[:, 1::2] if gated else product
+    library, exact = (partial(plain, dtype) for dtype in (torch.bfloat16, torch.float64))
 
     def run(compute: Callable[[Tensor], object]) -> None:
         for weight in layers:

@@ -8,6 +8,8 @@
 #pragma once
 #include <cstdint>
 
+#include "device/wgmma_operands.cuh"
+
 namespace moss {
 
 // Low word of a matrix descriptor. `address`: shared memory address of the first core matrix; `k_stride`: bytes from
@@ -38,45 +40,36 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void wgmma(float (&d)[4], uint32_t a, uint32_t b) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 1, 1; mov.b64 a, {%4, 8}; mov.b64 b, {%5, 8}; "
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3}, "
-      "a, b, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_4
+      "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_4
       : "r"(a), "r"(b));
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[8], uint32_t a, uint32_t b) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 1, 1; mov.b64 a, {%8, 8}; mov.b64 b, {%9, 8}; "
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "a, b, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_8
+      "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_8
       : "r"(a), "r"(b));
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[16], uint32_t a, uint32_t b) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 1, 1; mov.b64 a, {%16, 8}; mov.b64 b, {%17, 8}; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "a, b, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_16
+      "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_16
       : "r"(a), "r"(b));
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a, uint32_t b) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 1, 1; mov.b64 a, {%32, 8}; mov.b64 b, {%33, 8}; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "a, b, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_32
+      "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_32
       : "r"(a), "r"(b));
 }
 

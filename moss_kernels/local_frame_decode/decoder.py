@@ -97,7 +97,7 @@ class LocalFrameDecoder:
             self.workspace = torch.zeros(
                 library().moss_local_frame_workspace_bytes(model), dtype=torch.uint8, device=device
             )
-            self.poison()
+            self.initialise_workspace()
             self._params = LocalFrameDecodeParams(
                 struct_size=ctypes.sizeof(LocalFrameDecodeParams),
                 abi_version=_library.ABI_VERSION,
@@ -123,8 +123,8 @@ class LocalFrameDecoder:
         self._params.qkv_table = table.data_ptr()
         return table
 
-    def poison(self) -> None:
-        """Fills the workspace, but for its counters, as before the first frame: NaN, which no result may show."""
+    def initialise_workspace(self) -> None:
+        """Fill the workspace, but for its counters, as a first frame must find it: NaN, which no result may show."""
         self.workspace[_COUNTER_BYTES:] = 0xFF
 
     def decode(

@@ -32,6 +32,24 @@ def require_equal(name: str, actual: torch.Tensor, expected: torch.Tensor) -> No
         )
 
 
+def require_same_replays(run: Callable[[], None], out: torch.Tensor, *, replays: int = 20) -> None:
+    """Raises AssertionError unless each replay of a graph of `run` leaves in `out` what running it by itself does.
+
+    Args:
+        run: CUDA work that writes all of `out` and depends on nothing that it writes.
+        out: floating; overwritten.
+    """
+    run()
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(replays):
+        out.zero_()
+        graph.replay()
+        require_equal("out", out, expected)
+
+
 def require_same_draws(
     sampler: Callable[..., None], inputs: SampleCodebookInputs, device: torch.device | str, *, label: str = ""
 ) -> None:

@@ -104,8 +104,13 @@ class Chunking:
         if not chosen:
             return []
         length = max(map(self._length, chosen))
-        chosen += self._joining(chosen, streams, length)
-        return self._cut(chosen + self._riding(chosen, streams, length), length)
+        others: list[Stream] = []
+        for stream in self._others(chosen, streams):
+            (chosen if self._joins(stream, length) else others).append(stream)
+        room = bucket_for(len(chosen), CODEC_BATCHES) - len(chosen)
+        if room:
+            chosen += self._riding(others, length)[:room]
+        return self._cut(chosen, length)
 
     def is_stalled(self, stream: Stream) -> bool:
         """Its client has to read before it goes on."""
@@ -169,21 +174,14 @@ class Chunking:
             return bucket_for(frames, lengths)
         return max((length for length in lengths if length <= frames), default=frames)
 
-    def _joining(self, chosen: Collection[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
-        """Streams whose own chunk is nearly ready and fills most of a call."""
-        fraction = self._config.join_fraction
-        return [
-            stream
-            for stream in self._others(chosen, streams)
-            if self._frames(stream) >= max(fraction * max(length, self._size(stream)), 1)
-        ]
+    def _joins(self, stream: Stream, length: int) -> bool:
+        """Its own chunk is nearly ready and fills most of a call."""
+        return self._frames(stream) >= max(self._config.join_fraction * max(length, self._size(stream)), 1)
 
-    def _riding(self, chosen: Collection[Stream], streams: Collection[Stream], length: int) -> list[Stream]:
+    def _riding(self, others: list[Stream], length: int) -> list[Stream]:
         """Streams for the rows that a call is padded with, those with the most frames first."""
-        others = self._others(chosen, streams)
         half_full = [stream for stream in others if self._frames(stream) >= max(length / 2, 1)]
-        room = bucket_for(len(chosen), CODEC_BATCHES) - len(chosen)
-        return sorted(half_full, key=self._frames, reverse=True)[:room]
+        return sorted(half_full, key=self._frames, reverse=True)
 
     def _others(self, chosen: Collection[Stream], streams: Collection[Stream]) -> list[Stream]:
         taken = set(chosen)
