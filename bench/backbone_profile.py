@@ -66,7 +66,7 @@ _ATTENTION = tuple(
     )
 )  # fmt: skip
 _ATTENTION_PARTS = (1, 2, 4, 8, 16)
-_PREFETCH = (0, 10_000_000, 20_000_000, 40_000_000)
+_PREFETCH = (0, 4_000_000, 8_000_000, 16_000_000)
 
 
 @contextmanager

@@ -6,25 +6,38 @@ So any batch streams the weights once, through tiles that do not depend on it.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moss_kernels._launch import dependent_launch
 
 from .tiles import ROW_BLOCKS, Tile, row_block, tile_for
 
-# Bytes of a weight that a launch asks into L2 while kernels ahead still run, each program the front of its rows; a
-# third of the L2 of a large GPU. 0 turns it off.
-PREFETCH_BYTES = 20_000_000
+_LINE: tl.constexpr = tl.constexpr(64)  # bfloat16 numbers in a cache line
+# Bytes of a weight that a launch asks into L2 while the kernel ahead ends, the front of each row and slice: what the
+# gap between two kernels can bring. 0 turns it off.
+PREFETCH_BYTES = 8_000_000
 
 
 @triton.jit
-def _prefetch_rows(weight_ptr, rows, k, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    # A hint that needs no result; each thread asks for the front of one row.
-    row = tl.minimum(tl.arange(0, BLOCK), rows - 1)
-    address = (weight_ptr + row.to(tl.int64) * k).to(tl.int64)
-    asm: tl.constexpr = f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0"
-    tl.inline_asm_elementwise(asm, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+def _prefetch_rows(weight_ptr, rows, k, BLOCK: tl.constexpr, LINES: tl.constexpr):
+    # A hint that needs no result.
+    index = tl.arange(0, BLOCK * LINES)
+    row = tl.minimum(index // LINES, rows - 1)
+    address = (weight_ptr + row.to(tl.int64) * k + index % LINES * _LINE).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _launch_dependents_if(condition):
+    # Predicated, so that the loop around it stays one block for the pipeliner.
+    asm: tl.constexpr = """{
+        .reg .pred p;
+        setp.ne.s32 p, $1, 0;
+        @p griddepcontrol.launch_dependents;
+        mov.u32 $0, $1;
+    }"""
+    tl.inline_asm_elementwise(asm, "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -41,10 +54,11 @@ def backbone_linear_kernel(
     PARTIAL: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     first_output = tl.program_id(0) * BLOCK_N
     first_k = tl.program_id(1) * slice_k
@@ -52,14 +66,14 @@ def backbone_linear_kernel(
     output = first_output + tl.arange(0, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_B)
     if DEPENDENT:
-        gdc_launch_dependents()
-        if PREFETCH_BYTES > 0:
+        if PREFETCH_LINES > 0:
             own_ptr = weight_ptr + first_output.to(tl.int64) * k + first_k
-            _prefetch_rows(own_ptr, n - first_output, k, BLOCK_N, PREFETCH_BYTES)
+            _prefetch_rows(own_ptr, n - first_output, k, BLOCK_N, PREFETCH_LINES)
         gdc_wait()
 
     product = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
     inner = tl.arange(0, BLOCK_K)
+    last_load = first_k + slice_k - (STAGES - 1) * BLOCK_K
     for start in range(first_k, first_k + slice_k, BLOCK_K):
         if COPY_ENGINE:
             weight_tile = weight.load([first_output, start])
@@ -70,6 +84,10 @@ def backbone_linear_kernel(
             weight_tile = tl.load(weight_ptrs, mask=(output < n)[:, None] & inside[None, :], other=0.0)
             x_ptrs = x + row.to(tl.int64)[:, None] * k + (start + inner)[None, :]
             x_tile = tl.load(x_ptrs, mask=(row < batch)[:, None] & inside[None, :], other=0.0)
+        if DEPENDENT and COPY_ENGINE:  # the rest need all registers, and trigger at their end
+            # Only when all loads are on their way: earlier, programs of the next kernel would wait where those of this
+            # one and of the one after it have to be.
+            _launch_dependents_if(start >= last_load)
         product = tl.dot(weight_tile, x_tile.T, product, input_precision="ieee")
 
     width = n
@@ -86,9 +104,10 @@ def backbone_linear_kernel(
     tl.store(out_ptrs, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _prefetch_bytes(tile: Tile, n: int, k: int, splits: int) -> int:
-    """Bytes of each row and slice, in whole cache lines; only where rows are aligned as the copy engine asks for."""
-    return min(2 * k // splits, PREFETCH_BYTES // (n * splits) // 128 * 128) if tile.copy_engine else 0
+def _prefetch_lines(tile: Tile, n: int, k: int, splits: int) -> int:
+    """Lines of each row and slice, a power of two or 0; only where rows are aligned as the copy engine asks for."""
+    lines = min(k // splits // _LINE.value, PREFETCH_BYTES // (n * splits * 2 * _LINE.value))
+    return 1 << lines.bit_length() - 1 if tile.copy_engine and lines else 0
 
 
 def backbone_linear_triton(
@@ -121,10 +140,11 @@ def backbone_linear_triton(
         PARTIAL=out.dim() == 3,
         COPY_ENGINE=tile.copy_engine,
         DEPENDENT=dependent,
-        PREFETCH_BYTES=_prefetch_bytes(tile, n, k, splits),
+        PREFETCH_LINES=_prefetch_lines(tile, n, k, splits),
         BLOCK_B=block_b,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=dependent,
@@ -147,10 +167,11 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     "PARTIAL": kind == "partial",
                     "COPY_ENGINE": tile.copy_engine,
                     "DEPENDENT": True,
-                    "PREFETCH_BYTES": _prefetch_bytes(tile, n, k, splits),
+                    "PREFETCH_LINES": _prefetch_lines(tile, n, k, splits),
                     "BLOCK_B": rows,
                     "BLOCK_N": tile.outputs,
                     "BLOCK_K": tile.block_k,
+                    "STAGES": tile.stages,
                 }
                 signature = dict.fromkeys(("x", "weight", "weight_ptr", "out_ptr"), f"*{name}")
                 if tile.copy_engine:
