@@ -29,6 +29,8 @@ HARMLESS = re.compile(r"prefetch|ld\.volatile")
 TOUCHES_MEMORY = re.compile(r"\b(ld\.global|st\.global|cp\.async\.(ca|cg|bulk)|red\.|atom\.)\S*")
 # Loads the parameters of the norm, which no kernel writes, ahead of the wait.
 LOADS_WEIGHTS_EARLY = "layer_norm_kernel"
+# Between two of these a third would start beside the first.
+TRIGGER_AFTER_WAIT = ("backbone_linear_kernel", "rms_norm_kernel")
 
 
 def accesses_before_wait(ptx: str, *, loads: bool) -> list[str]:
@@ -59,6 +61,9 @@ def test_nothing_is_touched_before_the_wait(name):
         source = ASTSource(kernel, signature, constexprs, {(index,): [["tt.divisibility", 16]] for index in pointers})
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         assert accesses_before_wait(ptx, loads=name != LOADS_WEIGHTS_EARLY) == [], constexprs
+        if name in TRIGGER_AFTER_WAIT:
+            assert "launch_dependents" in ptx.split("griddepcontrol.wait")[1], constexprs
+            assert "launch_dependents" not in ptx.split("griddepcontrol.wait")[0], constexprs
 
 
 def test_an_early_access_is_seen():

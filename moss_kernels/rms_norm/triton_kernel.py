@@ -27,8 +27,9 @@ def rms_norm_kernel(
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        # Not ahead of the wait: the next kernel would start beside the one before this.
+        gdc_launch_dependents()
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + place, mask=inside, other=0.0)
     if SPLITS > 0:
