@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(paged::kThreads, kBlocksPerMultiprocessor)
     paged_attention_kernel(const PagedAttentionParams params) {
   __shared__ paged::Shared shared;
   if constexpr (DEPENDENT) {
-    cudaTriggerProgrammaticLaunchCompletion();
+    // Lets the next kernel start at its end, and not before: blocks that wait would take the place of these.
     prefetch_tiles(params);
     cudaGridDependencySynchronize();
   }
