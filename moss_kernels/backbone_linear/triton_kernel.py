@@ -123,7 +123,7 @@ def backbone_linear_triton(
     splits = out.shape[0] if out.dim() == 3 else 1
     tile = tile or tile_for(batch, n, k // splits, x.dtype)
     block_b = row_block(batch)
-    dependent = dependent_launch(x.device)
+    dependent = dependent_launch(x.device, default=True)
     operands = x, weight
     if tile.copy_engine:
         blocks = [block_b, tile.block_k], [tile.outputs, tile.block_k]
