@@ -18,7 +18,7 @@ import torch
 from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
 from moss_kernels import _launch
-from moss_kernels.codec_linear import stream_kernel, triton_kernel
+from moss_kernels.codec_linear import prefetch, triton_kernel
 from moss_kernels.testing.codec_weights import codec_weights
 from moss_runtime.graphs import CodecChunk
 from moss_runtime.graphs.codec_chunk import FRAMES
@@ -142,7 +142,7 @@ def switched(options: argparse.Namespace):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton_kernel, "codec_linear_triton", by_rows))
         if "prefetch" in options.without:
-            stack.enter_context(mock.patch.object(stream_kernel, "PREFETCH", False))
+            stack.enter_context(mock.patch.object(prefetch, "enabled", False))
         if "dependent_launch" in options.without:
             stack.enter_context(mock.patch.object(_launch, "enabled", False))
         yield

@@ -10,7 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moss_kernels._launch import dependent_launch
 
+from . import prefetch
 from .epilogue import finish_tile
+from .prefetch import prefetch_weights
 from .tiles import Tile
 
 # Columns of a tile that the epilogue holds at once.
@@ -21,6 +23,7 @@ PART = 32
 def codec_linear_persistent_kernel(
     x_desc,
     weight_desc,
+    weight_ptr,
     scale_ptr,
     out_ptr,
     m,
@@ -29,6 +32,7 @@ def codec_linear_persistent_kernel(
     GELU: tl.constexpr,
     RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -36,6 +40,8 @@ def codec_linear_persistent_kernel(
 ):
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            prefetch_weights(weight_ptr, n, k)
         tl.extra.cuda.gdc_wait()
     # Columns vary fastest: the weights fit in L2, so that the rows are read from memory once.
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -65,6 +71,7 @@ def codec_linear_persistent(
     codec_linear_persistent_kernel[(min(tile.count(m, n), tile.resident * places),)](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        weight,
         scale,
         out,
         m,
@@ -73,6 +80,7 @@ def codec_linear_persistent(
         GELU=gelu,
         RESIDUAL=scale is not None,
         DEPENDENT=dependent,
+        PREFETCH=prefetch.enabled,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

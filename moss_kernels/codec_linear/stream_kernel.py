@@ -10,25 +10,13 @@ import triton.language as tl
 
 from moss_kernels._launch import dependent_launch
 
+from . import prefetch
 from .epilogue import finish_tile
+from .prefetch import prefetch_weights
 from .reference import NORM_EPS
 from .tiles import Tile
 
 EPS = tl.constexpr(NORM_EPS)
-# Whether the weights are asked into L2 while the kernel before is still running.
-PREFETCH = True
-
-
-@triton.jit
-def _prefetch(ptr, rows, k, BLOCK_ROWS: tl.constexpr):
-    # The 128-byte lines of bf16 rows [BLOCK_ROWS, k].
-    row = tl.minimum(tl.arange(0, BLOCK_ROWS), rows - 1)
-    for start in range(0, k, 1024):
-        element = tl.minimum(start + 64 * tl.arange(0, 16), k - 1)
-        address = (ptr + row[:, None] * k + element[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -61,15 +49,14 @@ def codec_linear_stream_kernel(
     inner = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     row_inside = (row < m - first_row)[None, :, None]
     column_inside = column < n - first_column
-    weight_ptr += first_column * k
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH:
-            _prefetch(weight_ptr, n - first_column, k, BLOCK_N)
+            prefetch_weights(weight_ptr, n, k)
         tl.extra.cuda.gdc_wait()
 
     x_ptrs = x_ptr + first_row * k + row[None, :, None] * k + inner[:, None, :]
-    weight_ptrs = weight_ptr + column[None, None, :] * k + inner[:, :, None]
+    weight_ptrs = weight_ptr + first_column * k + column[None, None, :] * k + inner[:, :, None]
     product = tl.zeros((SLICES, BLOCK_M, BLOCK_N), tl.float32)
     # Sums of a row over the 16 bytes that one thread loads; threads are summed once, after the loop.
     OWN: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
@@ -134,7 +121,7 @@ def codec_linear_stream(
         RESIDUAL=scale is not None,
         EVEN_K=k % (tile.warps * tile.block_k) == 0,
         DEPENDENT=dependent,
-        PREFETCH=PREFETCH,
+        PREFETCH=prefetch.enabled,
         SLICES=tile.warps,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -6,7 +6,9 @@ import triton.language as tl
 
 from moss_kernels._launch import dependent_launch
 
+from . import prefetch
 from .epilogue import finish_tile
+from .prefetch import prefetch_weights
 from .tiles import Tile
 
 # Columns of a tile that the epilogue holds at once.
@@ -26,6 +28,7 @@ def codec_linear_tile_kernel(
     RESIDUAL: tl.constexpr,
     EVEN_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -44,6 +47,8 @@ def codec_linear_tile_kernel(
     weight_ptrs = weight_ptr + first_column * k + column[None, :] * k + inner[:, None]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            prefetch_weights(weight_ptr, n, k)
         tl.extra.cuda.gdc_wait()
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
@@ -78,6 +83,7 @@ def codec_linear_tiles(
         RESIDUAL=scale is not None,
         EVEN_K=k % tile.block_k == 0,
         DEPENDENT=dependent,
+        PREFETCH=prefetch.enabled,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

@@ -109,13 +109,13 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     kinds |= {"NORM": gelu, "EVEN_K": True, "PREFETCH": True, "SLICES": tile.warps}
                     add(codec_linear_stream_kernel, pointers, options, **sizes, **kinds)
                 elif tile.kind == "tile":
-                    part = min(PART, tile.block_n)
-                    add(codec_linear_tile_kernel, pointers, options, **sizes, **kinds, EVEN_K=True, PART=part)
+                    kinds |= {"EVEN_K": True, "PREFETCH": True, "PART": min(PART, tile.block_n)}
+                    add(codec_linear_tile_kernel, pointers, options, **sizes, **kinds)
                 else:
-                    part = min(PERSISTENT_PART, tile.block_n)
+                    kinds |= {"PREFETCH": True, "PART": min(PERSISTENT_PART, tile.block_n)}
                     pointers |= {"x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"}
                     pointers |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"}
-                    add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds, PART=part)
+                    add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds)
         rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
         for m, k in ((1, 768), (1, 1280), (NORM_SINGLE_ROWS + 1, 768)):
             block_m, block_k, warps = norm_tile(m, k)
