@@ -1,32 +1,16 @@
 // moss_sample_codebook: one block per batch row (one warp for small vocabularies).
 #include "checks.h"
 #include "device/philox.cuh"
+#include "device/sample_request.cuh"
 #include "device/sample_row.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
+#include "sample_checks.h"
 
 namespace moss {
 namespace {
 
 constexpr char kOp[] = "sample_codebook";
-
-template <int THREADS>
-struct BlockSync {
-  __device__ static __forceinline__ void sync() {
-    if constexpr (THREADS == 32)
-      __syncwarp();
-    else
-      __syncthreads();
-  }
-  __device__ static __forceinline__ bool any(bool value) {
-    if constexpr (THREADS == 32) {
-      __syncwarp();
-      return __any_sync(0xffffffffu, value);
-    } else {
-      return __syncthreads_or(value);
-    }
-  }
-};
 
 // EPT consecutive logits, by accesses of up to 16 bytes where the row allows it. Kept as they are: a conversion would
 // wait for them.
@@ -48,91 +32,6 @@ __device__ __forceinline__ void load_logits(const T* row, int vocab, int tid, T 
     const int id = tid * EPT + e;
     logit[e] = id < vocab ? row[id] : from_float<T>(0.0f);
   }
-}
-
-// A load that stays where it is written, so that several are in flight before the first is used: the compiler does not
-// move `relaxed` loads. Not `volatile`, which would bypass L1.
-__device__ __forceinline__ int32_t load_now(const int32_t* pointer) {
-  int32_t value;
-  asm volatile("ld.relaxed.cta.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer));
-  return value;
-}
-__device__ __forceinline__ float load_now(const float* pointer) {
-  float value;
-  asm volatile("ld.relaxed.cta.global.f32 %0, [%1];" : "=f"(value) : "l"(pointer));
-  return value;
-}
-__device__ __forceinline__ uint64_t load_now(const int64_t* pointer) {
-  uint64_t value;
-  asm volatile("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(value) : "l"(pointer));
-  return value;
-}
-
-// Loads that may race with the kernel ahead: they leave no copy in L1 for those that come after the wait.
-__device__ __forceinline__ int32_t peek(const int32_t* pointer) {
-  int32_t value;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer));
-  return value;
-}
-__device__ __forceinline__ uint64_t peek(const int64_t* pointer) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(pointer));
-  return value;
-}
-
-// Brings a line into L2. The address is an output too: the compiler would else work it out again, after the wait.
-template <typename T>
-__device__ __forceinline__ void prefetch(T*& pointer) {
-  asm volatile("prefetch.global.L2 [%0];" : "+l"(pointer));
-  __builtin_assume(__isGlobal(pointer));
-}
-
-// Where a pool row has what a draw reads.
-struct RequestPointers {
-  const int64_t* seed;
-  const int32_t* frame;
-  const int32_t* top_k;
-  const float* top_p;
-  const float* temperature;
-  const float* repetition_penalty;
-  int32_t* seen;
-
-  RequestPointers() = default;
-  __device__ __forceinline__ RequestPointers(const SampleCodebookParams& params, int row)
-      : seed(params.seed + row),
-        frame(params.frame + row),
-        top_k(params.top_k + row),
-        top_p(params.top_p + row),
-        temperature(params.temperature + row),
-        repetition_penalty(params.repetition_penalty ? params.repetition_penalty + row : nullptr),
-        seen(params.seen ? params.seen + (static_cast<int64_t>(row) * params.codebooks + params.codebook) *
-                                             ((params.vocab + 31) / 32)
-                         : nullptr) {}
-
-  __device__ __forceinline__ void prefetch_all() {
-    prefetch(seed), prefetch(frame), prefetch(top_k), prefetch(top_p), prefetch(temperature);
-    if (repetition_penalty) prefetch(repetition_penalty);
-    if (seen) prefetch(seen);
-  }
-};
-
-struct Request {
-  SampleParams sampling;
-  uint32_t seen;      // bits of the thread's ids
-  uint64_t seed = 0;  // this and `frame` in the first warp alone, which makes the random word
-  uint32_t frame = 0;
-};
-
-template <int EPT>
-__device__ __forceinline__ Request load_request(const RequestPointers& at, int vocab, int tid) {
-  Request request;
-  request.sampling.temperature = load_now(at.temperature);
-  request.sampling.repetition_penalty = at.repetition_penalty ? load_now(at.repetition_penalty) : 1.0f;
-  request.seen = at.seen ? seen_bits<EPT>(at.seen, vocab, tid) : 0u;
-  request.sampling.top_k = load_now(at.top_k);
-  request.sampling.top_p = load_now(at.top_p);
-  if (tid < 32) request.seed = load_now(at.seed), request.frame = static_cast<uint32_t>(load_now(at.frame));
-  return request;
 }
 
 // With the 1, the compiler keeps the addresses made ahead of the wait in registers.
@@ -214,47 +113,14 @@ MossStatus launch_for_vocab(const SampleCodebookParams& params) {
   return launch<T, 256, 16>(params);
 }
 
-MossStatus check_sizes(const SampleCodebookParams& params) {
-  MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
-  if (status == MOSS_OK) status = check_range(kOp, "vocab", params.vocab, 2, 4096);
-  if (status == MOSS_OK) status = check_at_least(kOp, "pool_rows", params.pool_rows, 1);
-  if (status == MOSS_OK) status = check_at_least(kOp, "channel", params.channel, 0);
-  if (status == MOSS_OK && params.seen) status = check_range(kOp, "codebook", params.codebook, 0, params.codebooks - 1);
+MossStatus check_logits(const SampleCodebookParams& params) {
+  MossStatus status = check_dtype(kOp, "logits_dtype", params.logits_dtype);
   if (status == MOSS_OK && params.batch > 1 && params.logits_row_stride < params.vocab)
     status =
         set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `logits_row_stride` must be >= vocab = %d elements, got %lld",
                   kOp, params.vocab, static_cast<long long>(params.logits_row_stride));
-  if (status == MOSS_OK && params.batch > 1) status = check_at_least(kOp, "code_stride", params.code_stride, 1);
-  return status == MOSS_OK ? check_dtype(kOp, "logits_dtype", params.logits_dtype) : status;
-}
-
-MossStatus check_pointers(const SampleCodebookParams& params) {
-  const size_t element = params.logits_dtype == MOSS_FLOAT32 ? 4 : 2;
-  const struct {
-    const char* name;
-    const void* pointer;
-    size_t bytes;
-    bool optional;
-  } pointers[] = {
-      {"logits", params.logits, element, false},
-      {"row_map", params.row_map, 4, false},
-      {"active", params.active, 1, false},
-      {"temperature", params.temperature, 4, false},
-      {"top_k", params.top_k, 4, false},
-      {"top_p", params.top_p, 4, false},
-      {"repetition_penalty", params.repetition_penalty, 4, true},
-      {"seed", params.seed, 8, false},
-      {"frame", params.frame, 4, false},
-      {"seen", params.seen, 4, true},
-      {"code", params.code, 8, false},
-      {"status", params.status, 4, false},
-      {"random_words", params.random_words, 8, true},
-  };
-  for (const auto& entry : pointers) {
-    const MossStatus status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes, entry.optional);
-    if (status != MOSS_OK) return status;
-  }
-  return MOSS_OK;
+  if (status != MOSS_OK) return status;
+  return check_pointer(kOp, "logits", params.logits, params.logits_dtype == MOSS_FLOAT32 ? 4 : 2);
 }
 
 }  // namespace
@@ -264,8 +130,8 @@ extern "C" MossStatus moss_sample_codebook(const SampleCodebookParams* params) {
   using namespace moss;
   MossStatus status = check_params(kOp, params);
   if (status == MOSS_OK && params->batch == 0) return MOSS_OK;
-  if (status == MOSS_OK) status = check_sizes(*params);
-  if (status == MOSS_OK) status = check_pointers(*params);
+  if (status == MOSS_OK) status = check_draw(kOp, *params);
+  if (status == MOSS_OK) status = check_logits(*params);
   if (status != MOSS_OK) return status;
   switch (params->logits_dtype) {
     case MOSS_FLOAT32:

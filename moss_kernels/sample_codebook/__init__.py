@@ -15,8 +15,10 @@ MIN_VOCAB, MAX_VOCAB = 2, 4096
 _OP = "sample_codebook"
 
 
-def _check(
-    logits: torch.Tensor,
+def check_draw(
+    op: str,
+    sizes: dict[str, int],
+    device: torch.device,
     row_map: torch.Tensor,
     active: torch.Tensor,
     temperature: torch.Tensor,
@@ -33,20 +35,15 @@ def _check(
     status: torch.Tensor,
     random_words: torch.Tensor | None = None,
 ) -> None:
-    sizes: dict[str, int] = {}
+    """Checks all arguments of a draw but its logits, whose B and V are in `sizes`."""
 
-    def check(name: str, tensor: torch.Tensor, layout: str, *dtypes: torch.dtype) -> None:
-        _checks.require_shape(_OP, name, tensor, layout, sizes)
-        _checks.require_dtype(_OP, name, tensor, *dtypes)
-        _checks.require_device(_OP, name, tensor, logits.device)
-        if name not in ("logits", "code"):
-            _checks.require_contiguous(_OP, name, tensor)
+    def check(name: str, tensor: torch.Tensor, layout: str, dtype: torch.dtype) -> None:
+        _checks.require_shape(op, name, tensor, layout, sizes)
+        _checks.require_dtype(op, name, tensor, dtype)
+        _checks.require_device(op, name, tensor, device)
+        if name != "code":
+            _checks.require_contiguous(op, name, tensor)
 
-    check("logits", logits, "[B, V]", torch.float32, torch.bfloat16, torch.float16)
-    _checks.require_contiguous_rows(_OP, "logits", logits)
-    vocab = logits.shape[1]
-    if not MIN_VOCAB <= vocab <= MAX_VOCAB:
-        raise ValueError(f"`{_OP}`: `logits` must have {MIN_VOCAB} .. {MAX_VOCAB} columns, got {vocab}")
     check("row_map", row_map, "[B]", torch.int32)
     check("active", active, "[B]", torch.bool)
     check("temperature", temperature, "[S+1]", torch.float32)
@@ -57,16 +54,27 @@ def _check(
     check("seed", seed, "[S+1]", torch.int64)
     check("frame", frame, "[S+1]", torch.int32)
     if seen is not None:
-        sizes["ceil(V/32)"] = (vocab + 31) // 32
+        sizes["ceil(V/32)"] = (sizes["V"] + 31) // 32
         check("seen", seen, "[S+1, Q, ceil(V/32)]", torch.int32)
         if not 0 <= codebook < seen.shape[1]:
-            raise ValueError(f"`{_OP}`: `codebook` must be in 0 .. {seen.shape[1] - 1}, got {codebook}")
+            raise ValueError(f"`{op}`: `codebook` must be in 0 .. {seen.shape[1] - 1}, got {codebook}")
     if not 0 <= channel < 2**31:
-        raise ValueError(f"`{_OP}`: `channel` must be in 0 .. 2^31-1, got {channel}")
+        raise ValueError(f"`{op}`: `channel` must be in 0 .. 2^31-1, got {channel}")
     check("code", code, "[B]", torch.int64)
     check("status", status, "[B]", torch.int32)
     if random_words is not None:
         check("random_words", random_words, "[B]", torch.int64)
+
+
+def _check(logits: torch.Tensor, *draw: object) -> None:
+    sizes: dict[str, int] = {}
+    _checks.require_shape(_OP, "logits", logits, "[B, V]", sizes)
+    _checks.require_dtype(_OP, "logits", logits, torch.float32, torch.bfloat16, torch.float16)
+    _checks.require_contiguous_rows(_OP, "logits", logits)
+    vocab = logits.shape[1]
+    if not MIN_VOCAB <= vocab <= MAX_VOCAB:
+        raise ValueError(f"`{_OP}`: `logits` must have {MIN_VOCAB} .. {MAX_VOCAB} columns, got {vocab}")
+    check_draw(_OP, sizes, logits.device, *draw)
 
 
 def _run_cpu(*arguments: object) -> None:

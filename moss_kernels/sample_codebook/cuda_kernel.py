@@ -54,8 +54,8 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def sample_codebook_cuda(
-    logits: torch.Tensor,
+def draw_params(
+    vocab: int,
     row_map: torch.Tensor,
     active: torch.Tensor,
     temperature: torch.Tensor,
@@ -71,26 +71,19 @@ def sample_codebook_cuda(
     code: torch.Tensor,
     status: torch.Tensor,
     random_words: torch.Tensor | None = None,
-) -> None:
-    """See `moss_kernels.sample_codebook`. One thread block per batch row.
-
-    Launched with programmatic stream serialization: the kernel reads ahead of its wait for the one before it, and again
-    after the wait.
-    """
-    params = SampleCodebookParams(
+) -> SampleCodebookParams:
+    """The struct of a draw from V logits, without the logits."""
+    return SampleCodebookParams(
         struct_size=ctypes.sizeof(SampleCodebookParams),
         abi_version=_library.ABI_VERSION,
-        batch=logits.shape[0],
-        vocab=logits.shape[1],
+        batch=row_map.shape[0],
+        vocab=vocab,
         pool_rows=temperature.shape[0],
         codebooks=1 if seen is None else seen.shape[1],
         channel=channel,
         codebook=codebook,
         pad_id=pad_id,
-        logits=logits.data_ptr(),
-        logits_dtype=_library.DTYPE_CODES[logits.dtype],
         dependent_launch=1,
-        logits_row_stride=logits.stride(0),
         row_map=row_map.data_ptr(),
         active=active.data_ptr(),
         temperature=temperature.data_ptr(),
@@ -104,7 +97,19 @@ def sample_codebook_cuda(
         code_stride=code.stride(0),
         status=status.data_ptr(),
         random_words=_pointer(random_words),
-        stream=torch.cuda.current_stream(logits.device).cuda_stream,
+        stream=torch.cuda.current_stream(row_map.device).cuda_stream,
     )
+
+
+def sample_codebook_cuda(logits: torch.Tensor, *draw: object) -> None:
+    """See `moss_kernels.sample_codebook`. One thread block per batch row.
+
+    Launched with programmatic stream serialization: the kernel reads ahead of its wait for the one before it, and again
+    after the wait.
+    """
+    params = draw_params(logits.shape[1], *draw)
+    params.logits = logits.data_ptr()
+    params.logits_dtype = _library.DTYPE_CODES[logits.dtype]
+    params.logits_row_stride = logits.stride(0)
     with torch.cuda.device(logits.device):
         _library.check_status(_function()(ctypes.byref(params)))
