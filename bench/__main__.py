@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 # Benchmark -> what the names of its cases begin with.
 BENCHMARKS = {
     "sample_codebook": ("sample_codebook",),
+    "sample_head": ("sample_head",),
     "local_frame": ("local_frame",),
     "ring_attention": ("ring_attention", "ring_kv_write"),
     "backbone": ("backbone_linear", "paged_attention", "backbone_step"),

@@ -15,6 +15,7 @@ from .ring_attention import ring_attention
 from .ring_kv_write import ring_kv_write
 from .rms_norm import rms_norm
 from .sample_codebook import SamplingParams, SamplingState, sample_codebook
+from .sample_head import sample_head, sample_head_workspace
 
 __all__ = [
     "AttentionScratch",
@@ -37,4 +38,6 @@ __all__ = [
     "ring_kv_write",
     "rms_norm",
     "sample_codebook",
+    "sample_head",
+    "sample_head_workspace",
 ]

@@ -114,6 +114,29 @@ typedef struct SampleCodebookParams {
  * code for this device), MOSS_ERROR_NO_DEVICE, MOSS_ERROR_CUDA. */
 MOSS_API MossStatus moss_sample_codebook(const SampleCodebookParams* params);
 
+/* ---- sample_head ------------------------------------------------------------------------------------------------ */
+
+/* One draw per batch row as sample_codebook makes it from the logits hidden x weight^T, rounded to bfloat16, in one
+ * launch that does not write them out. A logit's sum runs in an order that depends on nothing. */
+typedef struct SampleHeadParams {
+  uint32_t struct_size;      /* sizeof(SampleHeadParams) */
+  uint32_t abi_version;      /* MOSS_ABI_VERSION */
+  int32_t inputs;            /* K = 2560 */
+  int32_t reserved;          /* 0 */
+  const void* hidden;        /* [B, K] bf16, aligned to 16 bytes */
+  int64_t hidden_row_stride; /* elements, a multiple of 8, >= K if B > 1 */
+  const void* weight;        /* [V, K] bf16, aligned to 16 bytes; no kernel in flight writes it */
+  void* workspace;           /* MOSS_SAMPLE_HEAD_WORKSPACE_BYTES, aligned to 16; all 0xff before the first launch, and
+                                left so by each */
+  SampleCodebookParams draw; /* as for sample_codebook, header included, with batch 0 .. 128 and vocab 1024; its logits,
+                                their dtype and stride are not read; its stream is the stream */
+} SampleHeadParams;
+
+#define MOSS_SAMPLE_HEAD_WORKSPACE_BYTES 4194304
+
+/* Errors: as moss_sample_codebook; MOSS_ERROR_UNSUPPORTED also for another `inputs` or `vocab`. */
+MOSS_API MossStatus moss_sample_head(const SampleHeadParams* params);
+
 /* ---- embed_codes ----------------------------------------------------------------------------------------------- */
 
 /* The next input of the backbone: out[b] = embed_tokens[text_ids[b]] + audio_embeddings[0][codes[b][0]] + ... + the row of

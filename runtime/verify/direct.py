@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moss_kernels import SamplingParams, SamplingState
+from moss_kernels import SamplingParams, SamplingState, sample_head_workspace
 from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_kernels.local_frame_decode.reference import LocalFrameWeights, qkv_table_reference
 from moss_kernels.local_rope_attention.reference import local_rope_tables
@@ -21,6 +21,7 @@ def call_the_rest(model: MossTTS, codec: Codec, prompt: Tensor) -> None:
     _embed(weights, prompt.to(model.device))
     _attend(weights)
     _draw(model, weights)
+    _draw_from_head(model, weights)
     _write_rings(codec)
 
 
@@ -55,15 +56,38 @@ def _attend(weights: LocalFrameWeights) -> None:
 
 def _draw(model: MossTTS, weights: LocalFrameWeights) -> None:
     """A frame of the eager local transformer, whose draws are ops; a kernel that decodes a frame makes its own."""
-    config, like = model.config, weights.stop_head
+    like = weights.stop_head
+    hidden = torch.randn(_ROWS, like.shape[1], generator=torch.Generator().manual_seed(1)).to(like)
+    row_map = torch.arange(_ROWS, dtype=torch.int32, device=model.device)
+    local_frame_decode_reference(hidden, weights, _sampling_state(model), row_map, row_map >= 0)
+
+
+def _sampling_state(model: MossTTS) -> SamplingState:
+    config = model.config
     state = SamplingState.allocate(
         rows=_ROWS, codebooks=config.n_vq, vocab=config.audio_vocab_size, device=model.device
     )
     for row in range(_ROWS):
         state.set_row(row, SamplingParams(temperature=row, repetition_penalty=1.2), seed=row)
-    hidden = torch.randn(_ROWS, like.shape[1], generator=torch.Generator().manual_seed(1)).to(like)
+    return state
+
+
+def _draw_from_head(model: MossTTS, weights: LocalFrameWeights) -> None:
+    """Of small multiples of 1/4: sums are exact in any order, so that all implementations have the same logits."""
+    generator = torch.Generator().manual_seed(2)
+
+    def quarters(rows: int) -> Tensor:
+        values = torch.randint(-2, 3, (rows, weights.stop_head.shape[1]), generator=generator) / 4
+        return values.to(model.device, torch.bfloat16)
+
+    state = _sampling_state(model)
     row_map = torch.arange(_ROWS, dtype=torch.int32, device=model.device)
-    local_frame_decode_reference(hidden, weights, state, row_map, row_map >= 0)
+    parameters = state.temperature, state.top_k, state.top_p, state.repetition_penalty, state.seed, state.frame
+    codes = torch.zeros(_ROWS, dtype=torch.int64, device=model.device)
+    operands = quarters(_ROWS), quarters(model.config.audio_vocab_size), sample_head_workspace(model.device)
+    scalars = 1, 0, weights.audio_pad_token_id
+    outputs = codes, torch.zeros_like(row_map)
+    torch.ops.moss.sample_head(*operands, row_map, row_map >= 0, *parameters, state.seen, *scalars, *outputs)
 
 
 def _write_rings(codec: Codec) -> None:

@@ -29,13 +29,14 @@ from moss_kernels.ring_attention.reference import ring_attention_reference
 from moss_kernels.ring_kv_write.reference import ring_kv_write_reference
 from moss_kernels.rms_norm.reference import add_rms_norm_reference
 from moss_kernels.sample_codebook.reference import sample_codebook_reference
+from moss_kernels.sample_head.reference import sample_head_reference
 from moss_runtime.verify.results import Result, Results, compare
 
 BACKENDS = ("cuda", "triton", "reference")
 # Written, but no result.
-_SCRATCH = ("scratch", "partials", "arrived")
+_SCRATCH = ("scratch", "partials", "arrived", "workspace")
 # Exact: all implementations draw the bits that the CPU draws.
-_DRAW = "sample_codebook"
+_DRAWS = ("sample_codebook", "sample_head")
 
 
 def _returned(reference: Callable[..., object], *arguments: object) -> None:
@@ -79,7 +80,8 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "ring_attention": _ring_attention,
     "ring_kv_write": ring_kv_write_reference,
     "rms_norm": add_rms_norm_reference,
-    _DRAW: sample_codebook_reference,
+    "sample_codebook": sample_codebook_reference,
+    "sample_head": sample_head_reference,
 }
 
 
@@ -107,8 +109,8 @@ class OpCheck(TorchDispatchMode):
 
     def _compare(self, op: torch._ops.OpOverload, arguments: list[object]) -> None:
         name = op._schema.name.removeprefix("moss::")
-        exact, eager = (_copies(op, arguments, dtype, on_cpu=name == _DRAW) for dtype in (torch.float64, None))
-        if name == _DRAW:
+        exact, eager = (_copies(op, arguments, dtype, on_cpu=name in _DRAWS) for dtype in (torch.float64, None))
+        if name in _DRAWS:
             exact = eager
         for copies in (exact, eager) if exact is not eager else (eager,):
             REFERENCES[name](*copies)
