@@ -32,7 +32,7 @@ _FP32 = Tile(16, 32, 4, 3, False)
 _BF16 = {
     16: Tile(64, 128, 4, 3, True),
     32: Tile(64, 128, 4, 3, True),
-    64: Tile(128, 64, 8, 4, True),
+    64: Tile(64, 64, 4, 4, True),
     128: Tile(128, 64, 8, 3, True),
 }
 # Fewer outputs, for which tiles of 64 still fill the multiprocessors.
@@ -46,7 +46,7 @@ _BF16_MIDDLE = {
 _BF16_NARROW = {
     16: Tile(64, 128, 4, 4, True),
     32: Tile(64, 128, 4, 4, True),
-    64: Tile(64, 128, 4, 3, True),
+    64: Tile(64, 64, 4, 6, True),
     128: Tile(64, 64, 4, 4, True),
 }
 _WIDE, _MIDDLE = 10_000, 5_000

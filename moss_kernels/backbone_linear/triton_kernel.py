@@ -16,7 +16,7 @@ from .tiles import ROW_BLOCKS, Tile, row_block, tile_for
 _LINE: tl.constexpr = tl.constexpr(64)  # bfloat16 numbers in a cache line
 # Bytes of a weight that a launch asks into L2 while the kernel ahead ends, the front of each row and slice: what the
 # gap between two kernels can bring. 0 turns it off.
-PREFETCH_BYTES = 8_000_000
+PREFETCH_BYTES = 4_000_000
 
 
 @triton.jit
