@@ -1,10 +1,8 @@
 // moss_sample_head: the head's product and the draws from its logits in one launch.
 //
 // 128 blocks stream the weights, which they ask for before they wait for the kernel ahead; block b then draws for row
-// b. Logits meet there through L2, either as sums over the 8 slices of the inputs, or, with clusters, as logits that
-// the 8 blocks of a cluster have added up in each other's shared memory. Whoever draws polls the words themselves:
-// kEmpty is no result of an addition, and the reader puts it back for the next launch.
-#include "device/bulk_copy.cuh"
+// b. The sums over the 8 slices of the inputs meet there through L2. Whoever draws polls the words themselves: kEmpty
+// is no result of an addition, and the reader puts it back for the next launch.
 #include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "device/philox.cuh"
@@ -28,39 +26,10 @@ constexpr int kSumBytes = COLUMNS * kSumStride * 4 > sizeof(SampleShared<kThread
                                                                                     : sizeof(SampleShared<kThreads>);
 constexpr int kPieces = kOutputs / 4;
 
-// Shared memory: sums, and later what the draw needs; the slice of the rows; with clusters the inbox and its barrier.
-struct Layout {
-  int staged, inbox, barrier, bytes;
-
-  template <int COLUMNS, bool CLUSTER>
-  static __host__ __device__ __forceinline__ Layout of(int batch) {
-    const int rows = (batch + COLUMNS - 1) / COLUMNS * COLUMNS;
-    Layout layout;
-    layout.staged = kSumBytes<COLUMNS>;
-    layout.inbox = layout.staged + rows * kHiddenStride * 2;
-    layout.barrier = layout.inbox + (CLUSTER ? rows * kOutputs * 4 : 0);
-    layout.bytes = layout.barrier + (CLUSTER ? 16 : 0);
-    return layout;
-  }
-};
-
-// Readies a barrier for `bytes` that other blocks of the cluster send; returns when all blocks have done so.
-__device__ __forceinline__ void open_inbox(uint32_t barrier, int bytes, int tid) {
-  if (tid == 0) {
-    barrier_init(barrier, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    barrier_expect(barrier, bytes);
-  }
-  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Stores to the shared memory of block `rank` of the cluster, whose barrier counts the 16 bytes.
-__device__ __forceinline__ void send(uint32_t destination, uint32_t barrier, int rank, const float4& value) {
-  asm volatile(
-      "{ .reg .u32 a, b; mapa.shared::cluster.u32 a, %0, %2; mapa.shared::cluster.u32 b, %1, %2; "
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%3, %4, %5, %6}, [b]; }" ::"r"(destination),
-      "r"(barrier), "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
-      : "memory");
+// Shared memory: sums, and later what the draw needs; behind that the slice of the rows.
+template <int COLUMNS>
+constexpr int shared_bytes(int batch) {
+  return kSumBytes<COLUMNS> + (batch + COLUMNS - 1) / COLUMNS * COLUMNS * kHiddenStride * 2;
 }
 
 __device__ __forceinline__ void store_relaxed(float* destination, const float4& value) {
@@ -76,41 +45,22 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 // A logit in float32, after the rounding of a linear in bfloat16.
 __device__ __forceinline__ float rounded(float sum) { return __bfloat162float(__float2bfloat16_rn(sum)); }
 
-// Where the parts of row b's logits meet: [PARTS, V] float32.
-template <int PARTS>
-__device__ __forceinline__ float* row_parts(const SampleHeadParams& params, int b) {
-  return static_cast<float*>(params.workspace) + static_cast<int64_t>(b) * PARTS * kVocab;
+// Where the sums of row b meet: [slice, V] float32.
+__device__ __forceinline__ float* row_sums(const SampleHeadParams& params, int b) {
+  return static_cast<float*>(params.workspace) + b * kSlices * kVocab;
 }
 
-// Sends the sums of the rows from `first` on: to whoever draws for a row, or to the block of the cluster that adds them
-// up, whose inbox is [row / 8][slice][output].
-template <int COLUMNS, bool CLUSTER>
-__device__ __forceinline__ void send_sums(const SampleHeadParams& params, const float* sums, uint32_t inbox,
-                                          uint32_t barrier, int first, int group, int slice, int tid) {
+// Sends the sums of the rows from `first` on to whoever draws for them.
+template <int COLUMNS>
+__device__ __forceinline__ void send_sums(const SampleHeadParams& params, const float* sums, int first, int group,
+                                          int slice, int tid) {
 #pragma unroll
   for (int i = tid; i < COLUMNS * kPieces; i += kThreads) {
     const int column = i / kPieces, output = i % kPieces * 4, row = first + column;
     if (row >= params.draw.batch) break;
-    const float4 sum = *reinterpret_cast<const float4*>(sums + column * kSumStride + output);
-    if constexpr (CLUSTER)
-      send(inbox + ((row / kSlices * kSlices + slice) * kOutputs + output) * 4, barrier, row % kSlices, sum);
-    else
-      store_relaxed(row_parts<kSlices>(params, row) + slice * kVocab + group * kOutputs + output, sum);
+    store_relaxed(row_sums(params, row) + slice * kVocab + group * kOutputs + output,
+                  *reinterpret_cast<const float4*>(sums + column * kSumStride + output));
   }
-}
-
-// Adds up the sums of rows `slice`, `slice` + 8, ... and sends their logits.
-__device__ __forceinline__ void send_logits(const SampleHeadParams& params, const float* inbox, uint32_t barrier,
-                                            int group, int slice, int tid) {
-  const int index = tid / kPieces, output = tid % kPieces * 4, row = index * kSlices + slice;
-  if (row >= params.draw.batch) return;
-  barrier_wait(barrier, 0);
-  const float4* part = reinterpret_cast<const float4*>(inbox + index * kSlices * kOutputs + output);
-  float4 sum = part[0];
-#pragma unroll
-  for (int s = 1; s < kSlices; ++s) sum = add(sum, part[s * kPieces]);
-  store_relaxed(row_parts<1>(params, row) + group * kOutputs + output,
-                make_float4(rounded(sum.x), rounded(sum.y), rounded(sum.z), rounded(sum.w)));
 }
 
 __device__ __forceinline__ bool missing(const float4& value) {
@@ -119,16 +69,15 @@ __device__ __forceinline__ bool missing(const float4& value) {
 }
 
 // Waits for the thread's 4 logits of a row, and leaves its words empty.
-template <int PARTS>
-__device__ __forceinline__ void receive(float (&score)[4], float* parts, int tid) {
-  float4* own = reinterpret_cast<float4*>(parts) + tid;
-  float4 part[PARTS];
+__device__ __forceinline__ void receive(float (&score)[4], float* sums, int tid) {
+  float4* own = reinterpret_cast<float4*>(sums) + tid;
+  float4 part[kSlices];
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) load_relaxed(part[p], own + p * (kVocab / 4));
+  for (int p = 0; p < kSlices; ++p) load_relaxed(part[p], own + p * (kVocab / 4));
   for (bool any = true; any;) {
     any = false;
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) {
+    for (int p = 0; p < kSlices; ++p) {
       if (!missing(part[p])) continue;
       any = true;
       load_relaxed(part[p], own + p * (kVocab / 4));
@@ -136,21 +85,18 @@ __device__ __forceinline__ void receive(float (&score)[4], float* parts, int tid
   }
   const float empty = __uint_as_float(kEmpty);
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) own[p * (kVocab / 4)] = make_float4(empty, empty, empty, empty);
+  for (int p = 0; p < kSlices; ++p) own[p * (kVocab / 4)] = make_float4(empty, empty, empty, empty);
 #pragma unroll
-  for (int p = 1; p < PARTS; ++p) part[0] = add(part[0], part[p]);
+  for (int p = 1; p < kSlices; ++p) part[0] = add(part[0], part[p]);
   score[0] = rounded(part[0].x), score[1] = rounded(part[0].y);
   score[2] = rounded(part[0].z), score[3] = rounded(part[0].w);
 }
 
-template <int COLUMNS, bool CLUSTER>
+template <int COLUMNS>
 __global__ void __launch_bounds__(kThreads, 2) sample_head_kernel(const SampleHeadParams params) {
   extern __shared__ __align__(16) unsigned char memory[];
   float* sums = reinterpret_cast<float*>(memory);
-  const Layout layout = Layout::of<COLUMNS, CLUSTER>(params.draw.batch);
-  uint16_t* staged = reinterpret_cast<uint16_t*>(memory + layout.staged);
-  const float* inbox = reinterpret_cast<const float*>(memory + layout.inbox);
-  const uint32_t barrier = shared_address(memory + layout.barrier);
+  uint16_t* staged = reinterpret_cast<uint16_t*>(memory + kSumBytes<COLUMNS>);
   const SampleCodebookParams& draw = params.draw;
   // threadIdx.z is 0, but not for the compiler: see sample_codebook.
   const int b = blockIdx.x + threadIdx.z, tid = threadIdx.x, group = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
@@ -158,9 +104,6 @@ __global__ void __launch_bounds__(kThreads, 2) sample_head_kernel(const SampleHe
   Weights weights;
   weights.load(static_cast<const uint16_t*>(params.weight), group, slice, tid);
   const bool draws = b < draw.batch;
-  // Its share of the rows: `slice`, `slice` + 8, ...
-  if constexpr (CLUSTER)
-    open_inbox(barrier, (draw.batch - slice + kSlices - 1) / kSlices * kSlices * kOutputs * 4, tid);
   uint64_t seed = 0;
   uint32_t frame = 0, word = 0;
   int guess = 0;
@@ -183,18 +126,16 @@ __global__ void __launch_bounds__(kThreads, 2) sample_head_kernel(const SampleHe
 #pragma unroll 1
   for (int first = 0; first < draw.batch; first += COLUMNS) {
     multiply<COLUMNS>(sums, weights, staged + first * kHiddenStride, tid);
-    send_sums<COLUMNS, CLUSTER>(params, sums, shared_address(inbox), barrier, first, group, slice, tid);
+    send_sums<COLUMNS>(params, sums, first, group, slice, tid);
     __syncthreads();
   }
-  if constexpr (CLUSTER) send_logits(params, inbox, barrier, group, slice, tid);
   if (!draws) return;
   RequestPointers pointers(draw, guess);
   const int row = load_now(draw.row_map + b);
   const bool active = draw.active[b];
   Request request = load_request<4>(pointers, kVocab, tid);
   float score[4];
-  constexpr int kParts = CLUSTER ? 1 : kSlices;
-  receive<kParts>(score, row_parts<kParts>(params, b), tid);
+  receive(score, row_sums(params, b), tid);
   int64_t* code = draw.code + b * draw.code_stride;
   if (!active) {
     if (tid == 0) *code = draw.pad_id;
@@ -222,33 +163,30 @@ __global__ void __launch_bounds__(kThreads, 2) sample_head_kernel(const SampleHe
   }
 }
 
-template <int COLUMNS, bool CLUSTER>
+template <int COLUMNS>
 MossStatus launch(const SampleHeadParams& params) {
-  auto* kernel = sample_head_kernel<COLUMNS, CLUSTER>;
-  const MossStatus status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                            Layout::of<COLUMNS, CLUSTER>(kMaxBatch).bytes),
-                                       kOp, "cudaFuncSetAttribute");
+  auto* kernel = sample_head_kernel<COLUMNS>;
+  const MossStatus status = check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<COLUMNS>(kMaxBatch)), kOp,
+      "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
-  config.dynamicSmemBytes = Layout::of<COLUMNS, CLUSTER>(params.draw.batch).bytes;
+  config.dynamicSmemBytes = shared_bytes<COLUMNS>(params.draw.batch);
   config.stream = static_cast<cudaStream_t>(params.draw.stream);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = params.draw.dependent_launch;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kSlices, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = CLUSTER ? 2 : 1;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = params.draw.dependent_launch;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
 }
 
-// Both ways add up in the same order, so that the choice cannot show in a logit.
 MossStatus launch_for_batch(const SampleHeadParams& params) {
-  if (params.draw.batch <= 8) return launch<8, false>(params);
-  if (params.draw.batch <= 32) return launch<32, false>(params);
-  return launch<64, true>(params);
+  if (params.draw.batch <= 8) return launch<8>(params);
+  if (params.draw.batch <= 32) return launch<32>(params);
+  return launch<64>(params);
 }
 
 MossStatus check_head(const SampleHeadParams& params) {
