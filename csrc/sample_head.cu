@@ -175,11 +175,14 @@ MossStatus launch(const SampleHeadParams& params) {
   config.blockDim = kThreads;
   config.dynamicSmemBytes = shared_bytes<COLUMNS>(params.draw.batch);
   config.stream = static_cast<cudaStream_t>(params.draw.stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = params.draw.dependent_launch;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  // Cooperative: blocks wait for each other, and other work may hold multiprocessors.
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = params.draw.dependent_launch;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return check_cuda(cudaLaunchKernelEx(&config, kernel, params), kOp, "cudaLaunchKernelEx");
 }
 
