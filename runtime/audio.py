@@ -93,11 +93,14 @@ def wav_writer(
 
     Raises:
         AudioError: unknown subtype; from the function: wrong shape or dtype, or samples that are not finite.
-        UserError: the path cannot be written.
+        UserError: the path cannot be written, or its suffix is that of another format.
     """
     if subtype not in SUBTYPES:
         raise AudioError(f"subtype must be one of {', '.join(SUBTYPES)}, got {subtype!r}")
     soundfile = require("soundfile", "reading and writing audio")
+    named = Path(path).suffix[1:].upper()
+    if named in soundfile.available_formats() and not named.startswith("WAV"):
+        raise UserError(f"{path}: the name says {named}, but it would be a WAV file; name it .wav")
 
     def write(audio: Tensor) -> None:
         if audio.ndim != 2 or len(audio) != channels:

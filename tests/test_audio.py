@@ -189,6 +189,13 @@ def test_failure_leaves_the_older_file_and_nothing_else(tmp_path):
     assert path.read_bytes() == b"older" and os.listdir(tmp_path) == ["a.wav"]
 
 
+@pytest.mark.parametrize("name", ["a.mp3", "a.FLAC", "a.ogg"])
+def test_a_name_of_another_format(tmp_path, name):
+    with pytest.raises(UserError, match=f"{name}: the name says {name[2:].upper()}, .* name it .wav"):
+        save_wav(tmp_path / name, torch.zeros(2, 10), 48_000)
+    assert not list(tmp_path.iterdir())
+
+
 def test_unwritable(tmp_path):
     audio = torch.zeros(2, 10)
     with pytest.raises(UserError, match="No such file or directory"):
