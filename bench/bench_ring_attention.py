@@ -61,7 +61,11 @@ def _attention_variants(layers: list[RingInputs]) -> list[harness.Variant]:
         attend_gathered(inputs, visible, out)
 
     names = ["triton", "reference"] if first.qkv.is_cuda else ["reference"]
-    if first.qkv.is_cuda and _library.is_available() and cuda_kernel.takes(first.qkv, first.ring_k, False):
+    if (
+        first.qkv.is_cuda
+        and _library.is_available()
+        and cuda_kernel.takes(first.qkv, first.ring_k, first.window, False)
+    ):
         names.insert(0, "cuda")
     runs = [(name, partial(_attend, implementation("ring_attention", name)), layers) for name in names]
     return [

@@ -7,131 +7,19 @@
 #include <algorithm>
 
 #include "checks.h"
-#include "device/copy_async.cuh"
-#include "device/mma.cuh"
-#include "device/rotate.cuh"
+#include "device/ring_attention.cuh"
 #include "launch.h"
+#include "ring_attention.h"
 
 namespace moss {
 namespace {
 
-using bf16 = __nv_bfloat16;
-
 constexpr char kOp[] = "ring_attention";
-constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
-constexpr int kTileKeys = 16, kTileQueries = 16;
-constexpr int kMaxTokens = 32;
+constexpr int kShortTokens = 32;  // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 // Small blocks, four of them on a multiprocessor: while some wait for what depends on the slot, others read.
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kDepth = 3;  // tiles of a warp that are on their way at once
-// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
-constexpr float kLowest = -3.0e38f;
-
-// What a thread, 4 * g + t of its warp, holds of 16 keys and values.
-struct KeyTile {
-  uint4 key[2][2];  // [8 keys: key g][32 dimensions: 8t .. 8t + 7]
-  uint4 value[4];   // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 8g .. 8g + 7
-};
-
-__device__ __forceinline__ int value_key(int i, int quarter) { return 2 * quarter + i % 2 + i / 2 * 8; }
-
-// 16 keys and values in shared memory. Their pieces are permuted, so that what a warp reads at once lies in different
-// banks.
-struct KeySlot {
-  uint4 key[kTileKeys][kPieces], value[kTileKeys][kPieces];
-
-  static __device__ __forceinline__ int key_piece(int key, int piece) { return piece ^ key % 2 * 4; }
-  static __device__ __forceinline__ int value_piece(int key, int piece) { return piece ^ (key & 6); }
-  __device__ __forceinline__ void load(KeyTile& tile, int group, int quarter) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i / 2 * 8 + group, key_row = value_key(i, quarter);
-      tile.key[i / 2][i % 2] = key[row][key_piece(row, i % 2 * 4 + quarter)];
-      tile.value[i] = value[key_row][value_piece(key_row, group)];
-    }
-  }
-};
-
-// The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
-struct Ring {
-  const bf16 *keys, *values;
-  int first, edge, capacity;  // edge: position of token 0
-
-  // Starts the copies of a tile by one warp.
-  __device__ __forceinline__ void copy(KeySlot& slot, int index, int lane) const {
-#pragma unroll
-    for (int i = 0; i < kTileKeys / 4; ++i) {
-      const int key = 4 * i + lane / kPieces, piece = lane % kPieces;
-      const int token = first + index * kTileKeys + key, position = edge + token;
-      const unsigned place = (position < 0 ? position + capacity : position) * kHeadDim + 8 * piece;
-      copy_async(&slot.key[key][KeySlot::key_piece(key, piece)], keys + place, token < 0);
-      copy_async(&slot.value[key][KeySlot::value_piece(key, piece)], values + place, token < 0);
-    }
-  }
-};
-
-// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
-struct Softmax {
-  float highest[2] = {kLowest, kLowest};
-  float total[2] = {};               // of this thread's keys alone
-  float result[kPieces][4] = {};     // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
-
-  // Scores of a tile's keys, to be handed to `add`.
-  static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
-  }
-  // `query`, `key`: tokens of row g and of this thread's first key; keys at or beyond `end` do not count.
-  __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end, int window,
-                                      float scale) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float highest_now = highest[h];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = key + i % 2 + i / 2 * 8, ahead = query + 8 * h - token;
-        float& s = score[i / 2][2 * h + i % 2];
-        s = token < end && ahead >= 0 && ahead < window ? s * scale : -INFINITY;
-        highest_now = fmaxf(highest_now, s);
-      }
-      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 1));
-      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 2));
-      const float kept = exp2_approx(highest[h] - highest_now);
-      highest[h] = highest_now;
-      total[h] *= kept;
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        result[j][2 * h] *= kept;
-        result[j][2 * h + 1] *= kept;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = score[i / 2][2 * h + i % 2];
-        s = exp2_approx(s - highest_now);
-        total[h] += s;
-      }
-    }
-    uint32_t weights[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
-    const uint32_t* values[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      values[i] = reinterpret_cast<const uint32_t*>(&tile.value[i]);
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const unsigned select = j % 2 ? 0x7632 : 0x5410;
-      mma(result[j], weights[0], weights[1], weights[2], weights[3],
-          __byte_perm(values[0][j / 2], values[1][j / 2], select),
-          __byte_perm(values[2][j / 2], values[3][j / 2], select));
-    }
-  }
-};
 
 // The chunk of one head, rotated, in shared memory.
 template <int TOKENS>
@@ -173,19 +61,6 @@ struct Chunk {
   }
 };
 
-// What the next layers' rings hold of a slot, into L2. The slot and its offset may be stale here: they are hints.
-__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, int64_t row, int head) {
-  const int slot = *static_cast<volatile const int32_t*>(params.slots + row);
-  if (slot < 0 || slot >= params.ring_slots) return;
-  const int64_t held = *static_cast<volatile const int64_t*>(params.offset + slot);
-  const int64_t ring = (static_cast<int64_t>(slot) * params.heads + head) * params.capacity * kHeadDim;
-  const int count = static_cast<int>(held < params.capacity ? held : params.capacity);
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
-    prefetch_l2(static_cast<const bf16*>(params.ring_v) + ring + i * kHeadDim);
-  }
-}
-
 // QUERY_TILES: of 16 tokens.
 template <int QUERY_TILES>
 __global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 4 : 3)
@@ -199,12 +74,14 @@ __global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 4 : 3)
   const int64_t row = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
-  if (params.dependent_launch) prefetch_ring(params, row, head);
+  const RingPlace guess = guess_place(params, row);
+  if (params.dependent_launch) prefetch_ring(params, guess, head);
   cudaGridDependencySynchronize();
 
-  const int64_t slot = params.slots[row];
-  const int valid = params.valid[row];
-  const int64_t start = params.offset[slot];
+  const int valid = __ldcg(params.valid + row);
+  const int64_t slot = __ldcg(params.slots + row);
+  int64_t start = __ldcg(params.offset + guess.slot);
+  if (slot != guess.slot) start = __ldcg(params.offset + slot);
   const int64_t base = (slot * params.heads + head) * params.capacity * kHeadDim;
   bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
   bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
@@ -312,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 4 : 3)
 
 MossStatus check(const RingAttentionParams& params) {
   MossStatus status = check_range(kOp, "batch", params.batch, 0, 65535);
-  if (status == MOSS_OK) status = check_range(kOp, "tokens", params.tokens, 0, kMaxTokens);
+  if (status == MOSS_OK) status = check_at_least(kOp, "tokens", params.tokens, 0);
   if (status == MOSS_OK) status = check_range(kOp, "heads", params.heads, 1, 65535);
   if (status == MOSS_OK) status = check_range(kOp, "head_dim", params.head_dim, kHeadDim, kHeadDim);
   if (status == MOSS_OK) status = check_range(kOp, "capacity", params.capacity, 1, kMaxCapacity);
@@ -352,5 +229,9 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK && (params->batch == 0 || params->tokens == 0)) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
+  if (takes_clusters(*params)) return launch_clusters(*params);
+  if (params->tokens > kShortTokens)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `tokens` must be at most %d for so many rows, got %d", kOp,
+                     kShortTokens, params->tokens);
   return params->tokens <= kTileQueries ? launch<1>(*params) : launch<2>(*params);
 }

@@ -107,14 +107,16 @@ def test_write_follows_the_attention(capacity):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 30, 32, 40])
-@pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33)])
-def test_short_chunks_on_the_gpu(moss_library, tokens, capacity, window):
-    """Attention and write in one kernel up to 32 tokens, in two beyond; the same bits with and without the write."""
-    rows = [(slot, min(valid, tokens), offset) for slot, valid, offset in ROWS] + [(3, tokens, 200)]
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 30, 32, 40, 256, 257, 480])
+@pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33), (417, 417), (420, 418)])
+def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
+    """In CUDA C++ attention and write are one kernel, elsewhere two; the same bits with and without the write."""
+    rows = [(slot, min(valid * max(1, tokens // 40), tokens), offset) for slot, valid, offset in ROWS if slot != 3]
     inputs = make_inputs(
-        rows, capacity=capacity, window=window, tokens=tokens, heads=3, head_dim=64, dtype=torch.bfloat16
-    )
+        [*rows, (3, tokens, 200)], capacity=capacity, window=window, tokens=tokens, heads=heads, head_dim=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
     exact = inputs.exact_attention()
     rounding = error(inputs.attend(ring_attention_reference), exact)
     attended = inputs.to("cuda").attend(ring_attention)
@@ -141,11 +143,12 @@ def test_bf16_errs_at_most_twice_as_much_as_the_reference(tokens, heads, window,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [case for case in RING_CASES if case.batch == 64], ids=lambda case: case.name)
 def test_rows_do_not_depend_on_the_batch(case, dtype):
+    """Of the Triton kernel; the op may take another one for few rows."""
     inputs = case.inputs("cuda", dtype)
-    together = inputs.attend(ring_attention)
+    together = inputs.attend(triton_kernel.ring_attention_triton)
     for rows in (slice(0, 1), slice(17, 24), slice(63, 64)):
         part = {name: getattr(inputs, name)[rows] for name in ("qkv", "cos_sin", "slots", "valid")}
-        alone = dataclasses.replace(inputs, **part).attend(ring_attention)
+        alone = dataclasses.replace(inputs, **part).attend(triton_kernel.ring_attention_triton)
         require_equal("out", alone, together[rows])
 
 
@@ -257,7 +260,8 @@ def test_wrong_argument_is_named(name, error, message, value):
     ("field", "value", "message"),
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
-        ("tokens", 33, r"`tokens` must be 0 \.\. 32, got 33"),
+        ("tokens", -1, "`tokens` must be >= 0, got -1"),
+        ("tokens", 513, "`tokens` must be at most 32 for so many rows, got 513"),
         ("head_dim", 32, r"`head_dim` must be 64 \.\. 64, got 32"),
         ("window", 5, r"`window` must be 1 \.\. 4, got 5"),
         ("offset", None, "`offset` must not be null"),

@@ -434,7 +434,7 @@ MOSS_API MossStatus moss_prefill_linear(const PrefillLinearParams* params);
 
 /* ---- ring_attention -------------------------------------------------------------------------------------------- */
 
-/* Attention of a short chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
+/* Attention of a chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
  * the keys max(0, p - window + 1) .. p. Queries and keys of the chunk are rotated here as by moss_ring_kv_write. The
  * rings hold the tokens before the chunk; with `write` its keys and values are stored after the attention, exactly as
  * moss_ring_kv_write does. All tensors are contiguous and bf16 where no dtype is given; rows with valid tokens name
@@ -443,7 +443,8 @@ typedef struct RingAttentionParams {
   uint32_t struct_size;  /* sizeof(RingAttentionParams) */
   uint32_t abi_version;  /* MOSS_ABI_VERSION */
   int32_t batch;         /* B, 0 .. 65535 */
-  int32_t tokens;        /* T, 0 .. 32 */
+  int32_t tokens;        /* T, 0 .. 32; up to 512 for few rows: B * H * ceil(T / 16) <= 264, or T / 32 beyond 256,
+                            and a window of at most 417, or 401 */
   int32_t heads;         /* H, 1 .. 65535 */
   int32_t head_dim;      /* D, 64 */
   int32_t capacity;      /* C, 1 .. 2^24 */

@@ -101,7 +101,8 @@ void test_ring_attention() {
     check_refused("`ring_attention`", moss_ring_attention, params, part, spoil);
   };
   refused("`batch`", [](auto& spoiled) { spoiled.batch = 65536; });
-  refused("`tokens`", [](auto& spoiled) { spoiled.tokens = 33; });
+  refused("`tokens` must be >= 0", [](auto& spoiled) { spoiled.tokens = -1; });
+  refused("`tokens` must be at most 32 for so many rows, got 513", [](auto& spoiled) { spoiled.tokens = 513; });
   refused("`heads`", [](auto& spoiled) { spoiled.heads = 0; });
   refused("`head_dim`", [](auto& spoiled) { spoiled.head_dim = 128; });
   refused("`capacity` must be 1 .. 16777216, got 0", [](auto& spoiled) { spoiled.capacity = 0; });

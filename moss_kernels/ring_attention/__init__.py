@@ -91,8 +91,8 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    qkv, ring_k, chunk_in_ring = arguments[0], arguments[2], arguments[8]
-    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, chunk_in_ring) else _ANY_SIZE
+    qkv, ring_k, window, chunk_in_ring = arguments[0], arguments[2], arguments[7], arguments[8]
+    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, window, chunk_in_ring) else _ANY_SIZE
     backend = _library.backend_for(_OP, backends, qkv.device)
     if backend == "cuda":
         return cuda_kernel.ring_attention_cuda(*arguments)
@@ -142,8 +142,8 @@ def ring_attention(
     stream into chunks, and a capacity of `window` is enough. With True the chunk was written before and only `q` of
     `qkv` is read: the released streaming decoder, whose chunks evict keys that their own queries still need.
 
-    A row's result does not depend on the batch. What the offset says was never written, or was overwritten, may hold
-    anything, NaN included, and so may tokens at or beyond `valid`.
+    The result of a row depends on the number of rows in its last bits. What the offset says was never written, or was
+    overwritten, may hold anything, NaN included, and so may tokens at or beyond `valid`.
 
     Args:
         qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.

@@ -1,0 +1,30 @@
+// Clusters of blocks: their barrier, and stores into each other's shared memory.
+#pragma once
+#include <cstdint>
+
+namespace moss {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The two halves of a barrier of all threads of a cluster; what they wrote before it is visible after it.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The same place as `address`, of this block's shared memory, in that of another block.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {
+  uint32_t peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+  return peer;
+}
+
+__device__ __forceinline__ void store_peer(uint32_t peer_address, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(peer_address), "f"(x), "f"(y) : "memory");
+}
+
+}  // namespace moss

@@ -1,0 +1,154 @@
+// Attention of one warp over tiles of keys that lie in a ring or in shared memory; see device/mma.cuh for who holds
+// what.
+#pragma once
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "device/copy_async.cuh"
+#include "device/mma.cuh"
+#include "device/rotate.cuh"
+#include "moss_kernels.h"
+
+namespace moss {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
+constexpr int kTileKeys = 16, kTileQueries = 16;
+// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
+constexpr float kLowest = -3.0e38f;
+
+// What a thread, 4 * g + t of its warp, holds of 16 keys and values.
+struct KeyTile {
+  uint4 key[2][2];  // [8 keys: key g][32 dimensions: 8t .. 8t + 7]
+  uint4 value[4];   // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 8g .. 8g + 7
+};
+
+__device__ __forceinline__ int value_key(int i, int quarter) { return 2 * quarter + i % 2 + i / 2 * 8; }
+
+// 16 keys and values in shared memory. Their pieces are permuted, so that what a warp reads at once lies in different
+// banks.
+struct KeySlot {
+  uint4 key[kTileKeys][kPieces], value[kTileKeys][kPieces];
+
+  static __device__ __forceinline__ int key_piece(int key, int piece) { return piece ^ key % 2 * 4; }
+  static __device__ __forceinline__ int value_piece(int key, int piece) { return piece ^ (key & 6); }
+  __device__ __forceinline__ void load(KeyTile& tile, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i / 2 * 8 + group, key_row = value_key(i, quarter);
+      tile.key[i / 2][i % 2] = key[row][key_piece(row, i % 2 * 4 + quarter)];
+      tile.value[i] = value[key_row][value_piece(key_row, group)];
+    }
+  }
+};
+
+// The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
+struct Ring {
+  const bf16 *keys, *values;
+  int first, edge, capacity;  // edge: position of token 0
+
+  // Starts the copies of a tile by one warp.
+  __device__ __forceinline__ void copy(KeySlot& slot, int index, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 4; ++i) {
+      const int key = 4 * i + lane / kPieces, piece = lane % kPieces;
+      const int token = first + index * kTileKeys + key, position = edge + token;
+      const unsigned place = (position < 0 ? position + capacity : position) * kHeadDim + 8 * piece;
+      copy_async(&slot.key[key][KeySlot::key_piece(key, piece)], keys + place, token < 0);
+      copy_async(&slot.value[key][KeySlot::value_piece(key, piece)], values + place, token < 0);
+    }
+  }
+};
+
+// Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
+struct Softmax {
+  float highest[2] = {kLowest, kLowest};
+  float total[2] = {};            // of this thread's keys alone
+  float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
+
+  // Scores of a tile's keys, to be handed to `add`.
+  static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
+  }
+  // `query`, `key`: tokens of row g and of this thread's first key; keys at or beyond `end` do not count.
+  __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end,
+                                      int window, float scale) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float highest_now = highest[h];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = key + i % 2 + i / 2 * 8, ahead = query + 8 * h - token;
+        float& s = score[i / 2][2 * h + i % 2];
+        s = token < end && ahead >= 0 && ahead < window ? s * scale : -INFINITY;
+        highest_now = fmaxf(highest_now, s);
+      }
+      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 1));
+      highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 2));
+      const float kept = exp2_approx(highest[h] - highest_now);
+      highest[h] = highest_now;
+      total[h] *= kept;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        result[j][2 * h] *= kept;
+        result[j][2 * h + 1] *= kept;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& s = score[i / 2][2 * h + i % 2];
+        s = exp2_approx(s - highest_now);
+        total[h] += s;
+      }
+    }
+    uint32_t weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
+    const uint32_t* values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      values[i] = reinterpret_cast<const uint32_t*>(&tile.value[i]);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const unsigned select = j % 2 ? 0x7632 : 0x5410;
+      mma(result[j], weights[0], weights[1], weights[2], weights[3],
+          __byte_perm(values[0][j / 2], values[1][j / 2], select),
+          __byte_perm(values[2][j / 2], values[3][j / 2], select));
+    }
+  }
+};
+
+// Slot of a row and what it had consumed.
+struct RingPlace {
+  int64_t slot, start;
+
+  __device__ __forceinline__ bool operator==(const RingPlace& other) const {
+    return slot == other.slot && start == other.start;
+  }
+};
+
+// Ahead of the wait for other kernels: a guess, but one that can be used as an index.
+__device__ __forceinline__ RingPlace guess_place(const RingAttentionParams& params, int64_t row) {
+  const int slot = *static_cast<const volatile int32_t*>(params.slots + row);
+  if (slot < 0 || slot >= params.ring_slots) return {0, 0};
+  const int64_t start = *static_cast<const volatile int64_t*>(params.offset + slot);
+  return {slot, start < 0 ? 0 : start};
+}
+
+// What the ring of a head holds, into L2.
+__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, const RingPlace& guess, int head) {
+  const int64_t ring = (guess.slot * params.heads + head) * params.capacity * kHeadDim;
+  const int count = static_cast<int>(guess.start < params.capacity ? guess.start : params.capacity);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
+    prefetch_l2(static_cast<const bf16*>(params.ring_v) + ring + i * kHeadDim);
+  }
+}
+
+}  // namespace moss

@@ -1,0 +1,12 @@
+// The kernels behind moss_ring_attention that lie in files of their own. Host code only.
+#pragma once
+
+#include "error.h"
+
+namespace moss {
+
+// Few rows, chunks of up to 512 tokens: blocks that all run at once, for arguments that have been checked.
+bool takes_clusters(const RingAttentionParams& params);
+MossStatus launch_clusters(const RingAttentionParams& params);
+
+}  // namespace moss
