@@ -17,9 +17,9 @@ namespace {
 constexpr char kOp[] = "ring_attention";
 constexpr int kShortTokens = 32;  // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
-// Small blocks, four of them on a multiprocessor: while some wait for what depends on the slot, others read.
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kDepth = 3;  // tiles of a warp that are on their way at once
+// Small blocks, six to eight of them on a multiprocessor: while some wait for what depends on the slot, others read.
+constexpr int kWarps = 2, kThreads = 32 * kWarps;
+constexpr int kDepth = 2;  // tiles of a warp that are on their way at once
 
 // The chunk of one head, rotated, in shared memory.
 template <int TOKENS>
@@ -63,7 +63,7 @@ struct Chunk {
 
 // QUERY_TILES: of 16 tokens.
 template <int QUERY_TILES>
-__global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 4 : 3)
+__global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 8 : 6)
     ring_attention_kernel(const RingAttentionParams params) {
   constexpr int kTokens = QUERY_TILES * kTileQueries;
   extern __shared__ KeySlot slots[];
