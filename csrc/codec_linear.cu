@@ -2,7 +2,9 @@
 // warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
 // for before the kernel waits for the one ahead of it.
 #include "checks.h"
+#include "codec_linear.h"
 #include "device/copy_async.cuh"
+#include "device/gelu.cuh"
 #include "device/mma.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
@@ -79,8 +81,6 @@ struct Inputs<float> {
     return {y[0], y[1], y[2], y[3]};
   }
 };
-
-__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 // Whether a thread's weights wait in shared memory, each thread's for itself: so many would leave its registers no room
 // for inputs, which it would then fetch one after the other.
@@ -291,8 +291,21 @@ MossStatus dispatch(const CodecLinearParams& params) {
   return launch<1, 20, false, bf16>(params);
 }
 
+// What the kernel of clusters asks for beside the rest.
+MossStatus check_clusters(const CodecLinearParams& params) {
+  MossStatus status = check_range(kOp, "slices", params.slices, 1, 8);
+  if (status != MOSS_OK) return status;
+  const int slice = kClusterStep * params.slices;
+  if (params.norm_weight || params.x_dtype != MOSS_BFLOAT16 || params.outputs % 4 != 0 || params.inputs % slice != 0)
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                     "`%s`: with a tile there must be no norm, `x_dtype` bfloat16, `outputs` a multiple of 4 and "
+                     "`inputs` of %d, got %d and %d",
+                     kOp, slice, params.outputs, params.inputs);
+  return check_pointer(kOp, "out", params.out, 16);
+}
+
 MossStatus check(const CodecLinearParams& params) {
-  MossStatus status = check_range(kOp, "rows", params.rows, 0, kMaxRows);
+  MossStatus status = check_range(kOp, "rows", params.rows, 0, params.tile_columns > 0 ? kClusterMaxRows : kMaxRows);
   if (status == MOSS_OK) status = check_range(kOp, "outputs", params.outputs, 2, kMostRows);
   if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kChunk);
   if (status == MOSS_OK && (params.outputs % 2 != 0 || params.inputs % kChunk != 0))
@@ -311,6 +324,7 @@ MossStatus check(const CodecLinearParams& params) {
   if (status == MOSS_OK) status = check_pointer(kOp, "norm_sums", params.norm_sums, 8, params.norm_weight == nullptr);
   if (status == MOSS_OK) status = check_pointer(kOp, "scale", params.scale, 4, true);
   if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 8);
+  if (status == MOSS_OK && params.tile_columns > 0) status = check_clusters(params);
   return status;
 }
 
@@ -322,5 +336,6 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   MossStatus status = check_params(kOp, params);
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
-  return status == MOSS_OK ? dispatch(*params) : status;
+  if (status != MOSS_OK) return status;
+  return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);
 }

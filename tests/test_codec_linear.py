@@ -17,7 +17,7 @@ from moss_kernels.codec_linear import (
     scratch_size,
     triton_kernel,
 )
-from moss_kernels.codec_linear.tiles import Tile, candidates, tile_for
+from moss_kernels.codec_linear.tiles import Tile, candidates, clusters, tile_for
 from moss_kernels.testing.compare import require_same_replays
 
 KINDS = ["plain", "norm", "norm_gelu", "scale"]
@@ -207,6 +207,7 @@ def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
         ("weight", None, "`weight` must not be null"),
         ("norm_weight", 0x1000, "`norm_sums` must not be null"),
         ("x", 0x1008, "`x` must be aligned to 16 bytes, got 0x1008"),
+        ("tile_columns", 24, r"`slices` must be 1 \.\. 8, got 0"),
     ],
 )
 def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
@@ -225,7 +226,7 @@ def errors(actual, exact):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("m", [1, 9, 15, 17, 32, 64, 480, 9000])
+@pytest.mark.parametrize("m", [1, 9, 15, 17, 32, 60, 120, 480, 9000])
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
 def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
     arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
@@ -247,6 +248,18 @@ def test_every_tile(kind, tile):
     arguments = make_arguments(kind, 147, 304, 400, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
     triton_kernel.codec_linear_triton(*positional(arguments), tile=tile)
+    assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cluster", clusters(), ids=str)
+def test_every_cluster(moss_library, monkeypatch, kind, cluster):
+    """Uneven in rows and columns, and more steps than a block has stages."""
+    arguments = make_arguments(kind, 147, 300, 128 * 64, dtype=torch.bfloat16, device="cuda")
+    exact, eager = reference(arguments, torch.float64), reference(arguments)
+    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    cuda_kernel.codec_linear_cuda(*positional(arguments))
     assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact)
 
 

@@ -14,6 +14,30 @@ constexpr uint32_t kSwizzledHigh = 1024 >> 4 | 1u << 30;
 __device__ __forceinline__ uint32_t swizzled_descriptor(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
 // Without `accumulate` what D held does not matter.
+__device__ __forceinline__ void wgmma_swizzled(float (&d)[12], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %14, 0; mov.b64 a, {%12, %15}; mov.b64 b, {%13, %15}; "
+      "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_12 "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_12
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
+}
+
+__device__ __forceinline__ void wgmma_swizzled(float (&d)[24], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %26, 0; mov.b64 a, {%24, %27}; mov.b64 b, {%25, %27}; "
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_24 "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_24
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
+}
+
+__device__ __forceinline__ void wgmma_swizzled(float (&d)[40], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %42, 0; mov.b64 a, {%40, %43}; mov.b64 b, {%41, %43}; "
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_40 "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_40
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
+}
+
 __device__ __forceinline__ void wgmma_swizzled(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %66, 0; mov.b64 a, {%64, %67}; mov.b64 b, {%65, %67}; "

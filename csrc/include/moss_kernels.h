@@ -380,7 +380,7 @@ MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 typedef struct CodecLinearParams {
   uint32_t struct_size;    /* sizeof(CodecLinearParams) */
   uint32_t abi_version;    /* MOSS_ABI_VERSION */
-  int32_t rows;            /* M, 0 .. 32 */
+  int32_t rows;            /* M, 0 .. 32; with a tile up to 2^20 */
   int32_t outputs;         /* N, even, at most 2^30 */
   int32_t inputs;          /* K, a multiple of 32 */
   MossDtype x_dtype;       /* MOSS_BFLOAT16, or with a norm MOSS_FLOAT32 too */
@@ -393,7 +393,10 @@ typedef struct CodecLinearParams {
   const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
-  int32_t reserved;
+  int32_t tile_rows;    /* of the tile of a cluster of blocks, with the next two; codec_linear_cluster.cu lists the tiles */
+  int32_t tile_columns; /* 0: no clusters. With them no norm, x bf16, N a multiple of 4, K of 64 * slices, `out`
+                           aligned to 16 bytes */
+  int32_t slices;       /* of the inputs, one for each block of a cluster */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;
 

@@ -81,6 +81,20 @@ void test_codec_linear() {
   refused("`scale`", [](auto& spoiled) { spoiled.scale = aligned<void>(2); });
   refused("`out`", [](auto& spoiled) { spoiled.out = aligned<void>(4); });
   check_accepted(moss_codec_linear, params);
+
+  params.x_dtype = MOSS_BFLOAT16;
+  params.norm_weight = params.norm_sums = nullptr;
+  params.outputs = 8;
+  params.inputs = 256;
+  params.tile_rows = 64;
+  params.tile_columns = 24;
+  params.slices = 4;
+  params.out = aligned<void>(16);
+  refused("`slices` must be 1 .. 8, got 0", [](auto& spoiled) { spoiled.slices = 0; });
+  refused("`inputs` of 256, got 8 and 320", [](auto& spoiled) { spoiled.inputs = 320; });
+  refused("`outputs` a multiple of 4", [](auto& spoiled) { spoiled.outputs = 6; });
+  refused("`out` must be aligned to 16", [](auto& spoiled) { spoiled.out = aligned<void>(8); });
+  refused("no tile of 65 rows", [](auto& spoiled) { spoiled.tile_rows = 65; });
 }
 
 void test_ring_attention() {

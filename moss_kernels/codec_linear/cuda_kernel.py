@@ -1,4 +1,4 @@
-"""`codec_linear` for few rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`codec_linear` for up to a few hundred rows in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 from functools import cache
@@ -7,6 +7,8 @@ import torch
 
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
+
+from .tiles import Cluster, cluster_for
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -31,7 +33,9 @@ class CodecLinearParams(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("dependent_launch", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32),
+        ("tile_columns", ctypes.c_int32),
+        ("slices", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 
@@ -39,8 +43,14 @@ class CodecLinearParams(ctypes.Structure):
 def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None) -> bool:
     """Whether there is a kernel for these sizes and dtypes."""
     m, (n, k) = x.shape[0], weight.shape
-    fits = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
-    return fits and weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
+    few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
+    few &= weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
+    return few or _cluster(x, weight) is not None
+
+
+def _cluster(x: torch.Tensor, weight: torch.Tensor) -> Cluster | None:
+    both = x.dtype == weight.dtype == torch.bfloat16
+    return cluster_for(x.shape[0], *weight.shape) if both else None
 
 
 @cache
@@ -62,7 +72,7 @@ def codec_linear_cuda(
     scratch: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """See `moss_kernels.codec_linear`; for what `takes` allows. `scratch` and `norm_bias` are not read.
+    """See `moss_kernels.codec_linear`; for what `takes` allows. Clusters leave the norm to a kernel before them.
 
     With dependent launch the kernel loads weights at its start, and waits for the one before it ahead of everything
     that kernels write.
@@ -71,12 +81,21 @@ def codec_linear_cuda(
     def pointer(tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
+    m, (n, k) = x.shape[0], weight.shape
+    cluster = _cluster(x, weight)
+    tile_rows, tile_columns, slices = cluster or (0, 0, 0)
+    if cluster and norm_weight is not None:
+        from .row_kernels import layer_norm
+
+        normed = scratch[: m * k].view(m, k)
+        layer_norm(x, norm_weight, norm_bias, normed)
+        x, norm_weight, norm_sums = normed, None, None
     params = CodecLinearParams(
         struct_size=ctypes.sizeof(CodecLinearParams),
         abi_version=_library.ABI_VERSION,
-        rows=x.shape[0],
-        outputs=weight.shape[0],
-        inputs=weight.shape[1],
+        rows=m,
+        outputs=n,
+        inputs=k,
         x_dtype=_library.DTYPE_CODES[x.dtype],
         out_dtype=_library.DTYPE_CODES[out.dtype],
         gelu=gelu,
@@ -87,6 +106,9 @@ def codec_linear_cuda(
         scale=pointer(scale),
         out=out.data_ptr(),
         dependent_launch=dependent_launch(x.device, default=True),
+        tile_rows=tile_rows,
+        tile_columns=tile_columns,
+        slices=slices,
         stream=torch.cuda.current_stream(x.device).cuda_stream,
     )
     with torch.cuda.device(x.device):

@@ -30,6 +30,14 @@ class Tile(NamedTuple):
         return -(-m // self.block_m) * -(-n // self.block_n)
 
 
+class Cluster(NamedTuple):
+    """Of the CUDA C++ kernel for more than a few rows: rows and columns of a tile, and blocks that share its inputs."""
+
+    rows: int
+    columns: int
+    slices: int
+
+
 _LIBRARY = Tile("library")
 _STREAM = Tile("stream", 16, 16, 64, 4, 5)
 _TILE_64_32 = Tile("tile", 64, 32, 128, 4, 4)
@@ -91,6 +99,45 @@ _FP32_TILES = (
 # Tiles that an output must have to be cut that way: most multiprocessors have work. Of persistent programs each takes
 # several tiles, or there is nothing to overlap.
 _ENOUGH = {"stream": 88, "tile": 88, "persistent": 528}
+
+_CLUSTER_24 = Cluster(64, 24, 1)
+_CLUSTER_24_TWICE = Cluster(64, 24, 2)
+_CLUSTER_24_FOUR = Cluster(64, 24, 4)
+_CLUSTER_48 = Cluster(64, 48, 1)
+_CLUSTER_48_TWICE = Cluster(64, 48, 2)
+_CLUSTER_128_24_FOUR = Cluster(128, 24, 4)
+# Where these win, for weights [N, K]: from how many rows up to how many.
+_CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, Cluster], ...]] = {
+    (2304, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
+    (768, 768): ((33, 64, _CLUSTER_24_FOUR), (65, 256, _CLUSTER_24_TWICE)),
+    (3072, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
+    (768, 3072): (
+        (33, 64, _CLUSTER_24_FOUR),
+        (65, 128, _CLUSTER_128_24_FOUR),
+        (129, 256, _CLUSTER_24_TWICE),
+        (257, 512, _CLUSTER_48_TWICE),
+    ),
+    (3840, 1280): ((17, 32, _CLUSTER_48), (33, 64, _CLUSTER_24), (65, 128, _CLUSTER_48)),
+    (1280, 1280): ((17, 64, _CLUSTER_24_FOUR), (65, 128, _CLUSTER_128_24_FOUR)),
+    (5120, 1280): ((17, 32, _CLUSTER_48_TWICE), (33, 64, _CLUSTER_24), (65, 128, Cluster(128, 24, 1))),
+    (1280, 5120): (
+        (17, 32, Cluster(64, 48, 8)),
+        (33, 64, _CLUSTER_24_FOUR),
+        (65, 128, _CLUSTER_128_24_FOUR),
+        (129, 192, Cluster(64, 80, 4)),
+    ),
+}
+
+
+def cluster_for(m: int, n: int, k: int) -> Cluster | None:
+    """The cluster for m rows of bfloat16 weights [n, k], if one is best."""
+    choices = _CLUSTERS.get((n, k), ())
+    return next((cluster for least, most, cluster in choices if least <= m <= most), None)
+
+
+def clusters() -> tuple[Cluster, ...]:
+    """All in use."""
+    return tuple(dict.fromkeys(cluster for choices in _CLUSTERS.values() for _, _, cluster in choices))
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:

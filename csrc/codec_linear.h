@@ -1,0 +1,14 @@
+// The kernels behind moss_codec_linear that lie in files of their own. Host code only.
+#pragma once
+
+#include "error.h"
+
+namespace moss {
+
+constexpr int kClusterStep = 64;  // inputs of a step; a slice is some of them
+constexpr int kClusterMaxRows = 1 << 20;
+
+// For arguments that have been checked, by the tile that they name.
+MossStatus launch_clusters(const CodecLinearParams& params);
+
+}  // namespace moss

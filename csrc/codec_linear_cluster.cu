@@ -1,0 +1,251 @@
+// moss_codec_linear for a few dozen rows up to a few hundred, without a norm. Where tiles of the output would be too
+// few to keep the multiprocessors busy, the blocks of a cluster take a slice of the inputs each, and each finishes some
+// rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for the one ahead
+// of it; two blocks fit on a multiprocessor, so that those of the next kernel can start.
+#include <cuda.h>
+
+#include "codec_linear.h"
+#include "device/bulk_copy.cuh"
+#include "device/cluster.cuh"
+#include "device/gelu.cuh"
+#include "device/mma.cuh"
+#include "device/wgmma.cuh"
+#include "device/wgmma_swizzled.cuh"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace moss {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr char kOp[] = "codec_linear";
+constexpr int kStep = kClusterStep, kLine = 2 * kStep;  // inputs of a line of shared memory, and its bytes
+constexpr int kGroupRows = 64, kGroupThreads = 128;     // of a warpgroup
+constexpr int kAlignment = 1024;                        // of swizzled lines
+constexpr int kStagesBytes = 104 << 10;                 // so that two blocks fit
+
+struct Arguments : CodecLinearParams {
+  CUtensorMap x_map, weight_map;
+};
+
+// COLUMNS: of a tile. SLICES: of the inputs, one for each block of a cluster. GROUPS: warpgroups, one above the other.
+template <int COLUMNS, int SLICES, int GROUPS>
+struct Shape {
+  static constexpr int kRows = GROUPS * kGroupRows, kConsumers = GROUPS * kGroupThreads;
+  static constexpr int kThreads = kConsumers + 32;                      // one warp asks for the loads
+  static constexpr int kOwnRows = kRows / SLICES;                       // that a block finishes
+  static constexpr int kPitch = COLUMNS + (COLUMNS % 16 == 8 ? 0 : 8);  // of sums: a warp's rows in different banks
+  static constexpr int kRowBytes = kRows * kLine, kStage = kRowBytes + COLUMNS * kLine;
+  static constexpr int kStages = kStagesBytes / kStage;
+  static constexpr int kSums = kRows * kPitch * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kAlignment + (kStages * kStage > kSums ? kStages * kStage : kSums);
+};
+
+__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          destination),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Four neighbouring values of bf16 or float32.
+__device__ __forceinline__ float4 load_four(const void* values, int64_t place, bool wide) {
+  if (wide) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(values) + place));
+  const uint2 words = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(values) + place));
+  const float2 low = unpack_bf16(words.x), high = unpack_bf16(words.y);
+  return {low.x, low.y, high.x, high.y};
+}
+
+__device__ __forceinline__ void store_four(void* values, int64_t place, bool wide, const float4& y) {
+  if (wide)
+    *reinterpret_cast<float4*>(static_cast<float*>(values) + place) = y;
+  else
+    *reinterpret_cast<uint2*>(static_cast<bf16*>(values) + place) = {pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
+}
+
+// One thread: all loads of a block. What a stage held is free when all consumers' warps have arrived at `empty`.
+template <typename S>
+__device__ __forceinline__ void produce(const Arguments& params, uint32_t stages, uint32_t full, uint32_t empty,
+                                        int first_input, int steps, int first_row, int first_column) {
+  const auto load_weights = [&](int step, int stage) {
+    barrier_expect(full + 8 * stage, S::kStage);
+    tensor_load(stages + stage * S::kStage + S::kRowBytes, params.weight_map, first_input + step * kStep, first_column,
+                full + 8 * stage);
+  };
+  const auto load_rows = [&](int step, int stage) {
+    tensor_load(stages + stage * S::kStage, params.x_map, first_input + step * kStep, first_row, full + 8 * stage);
+  };
+  const int ahead = min(steps, S::kStages);
+  for (int i = 0; i < ahead; ++i)
+    load_weights(i, i);
+  cudaGridDependencySynchronize();
+  for (int i = 0; i < ahead; ++i)
+    load_rows(i, i);
+  for (int i = ahead; i < steps; ++i) {
+    const int stage = i % S::kStages;
+    barrier_wait(empty + 8 * stage, (i / S::kStages - 1) & 1);
+    load_weights(i, stage);
+    load_rows(i, stage);
+  }
+}
+
+template <int COLUMNS, int SLICES, int GROUPS>
+__global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
+    codec_linear_cluster_kernel(const __grid_constant__ Arguments params) {
+  using S = Shape<COLUMNS, SLICES, GROUPS>;
+  constexpr int kParts = COLUMNS / 4, kItems = (S::kOwnRows * kParts + S::kConsumers - 1) / S::kConsumers;
+  extern __shared__ uint8_t memory[];
+  __shared__ uint64_t barriers[2][S::kStages];
+  __shared__ float scales[COLUMNS];
+
+  const int rank = static_cast<int>(cluster_rank()), steps = params.inputs / (SLICES * kStep);
+  const int first_row = blockIdx.y * S::kRows, first_column = blockIdx.x / SLICES * COLUMNS;
+  const uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
+  const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == S::kConsumers) {
+    prefetch_map(params.weight_map);
+    prefetch_map(params.x_map);
+    for (int i = 0; i < S::kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, S::kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x >= S::kConsumers) {
+    if (threadIdx.x == S::kConsumers)
+      produce<S>(params, stages, full, empty, rank * steps * kStep, steps, first_row, first_column);
+    __syncwarp();
+    cudaGridDependencySynchronize();
+    cluster_arrive(), cluster_wait();
+    cluster_arrive(), cluster_wait();
+    return;
+  }
+
+  for (int i = threadIdx.x; params.scale && i < COLUMNS && first_column + i < params.outputs; i += S::kConsumers)
+    scales[i] = __bfloat162float(static_cast<const bf16*>(params.scale)[first_column + i]);
+  cudaGridDependencySynchronize();
+  // What this thread finishes: four neighbouring outputs of a row in each item.
+  const auto place_of = [&](int item, int& row, int& column) {
+    const int index = threadIdx.x + item * S::kConsumers;
+    row = index / kParts;
+    column = 4 * (index % kParts);
+    const int out_row = first_row + rank * S::kOwnRows + row;
+    const bool inside = row < S::kOwnRows && out_row < params.rows && first_column + column < params.outputs;
+    return inside ? static_cast<int64_t>(out_row) * params.outputs + first_column + column : int64_t{-1};
+  };
+  const bool wide = params.out_dtype == MOSS_FLOAT32;
+  float4 residual[kItems] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    int row, column;
+    const int64_t place = place_of(i, row, column);
+    if (params.scale && place >= 0) residual[i] = load_four(params.out, place, wide);
+  }
+
+  const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
+  float product[COLUMNS / 2];
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % S::kStages;
+    const uint32_t lines = stages + stage * S::kStage;
+    const uint32_t a = swizzled_descriptor(lines + group * kGroupRows * kLine);
+    const uint32_t b = swizzled_descriptor(lines + S::kRowBytes);
+    barrier_wait(full + 8 * stage, step / S::kStages & 1);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k)
+      wgmma_swizzled(product, a + 2 * k, b + 2 * k, step | k);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0 && lane == 0) barrier_arrive(previous);
+    previous = empty + 8 * stage;
+  }
+  wgmma_wait<0>();
+
+  // The sums lie where the stages were, once all blocks have read theirs.
+  cluster_arrive(), cluster_wait();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = group * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4 + 8 * h;
+    const int place = (rank * S::kOwnRows + row % S::kOwnRows) * S::kPitch + 2 * (lane % 4);
+    const uint32_t target = peer_address(stages + place * static_cast<int>(sizeof(float)), row / S::kOwnRows);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; ++i)
+      store_peer(target + 8 * i * static_cast<int>(sizeof(float)), product[4 * i + 2 * h], product[4 * i + 2 * h + 1]);
+  }
+  cluster_arrive(), cluster_wait();
+
+  const float* sums = reinterpret_cast<const float*>(memory + (stages - shared_address(memory)));
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    int row, column;
+    const int64_t place = place_of(i, row, column);
+    if (place < 0) continue;
+    float4 y = {};
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      const float4 part = *reinterpret_cast<const float4*>(sums + (slice * S::kOwnRows + row) * S::kPitch + column);
+      y = {y.x + part.x, y.y + part.y, y.z + part.z, y.w + part.w};
+    }
+    if (params.gelu) y = {gelu(y.x), gelu(y.y), gelu(y.z), gelu(y.w)};
+    if (params.scale)
+      y = {fmaf(scales[column], y.x, residual[i].x), fmaf(scales[column + 1], y.y, residual[i].y),
+           fmaf(scales[column + 2], y.z, residual[i].z), fmaf(scales[column + 3], y.w, residual[i].w)};
+    store_four(params.out, place, wide, y);
+  }
+}
+
+template <int COLUMNS, int SLICES, int GROUPS>
+MossStatus launch(const CodecLinearParams& params) {
+  using S = Shape<COLUMNS, SLICES, GROUPS>;
+  auto* kernel = codec_linear_cluster_kernel<COLUMNS, SLICES, GROUPS>;
+  Arguments arguments = {};
+  static_cast<CodecLinearParams&>(arguments) = params;
+  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, S::kRows);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, COLUMNS);
+  if (status == MOSS_OK)
+    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes), kOp,
+                        "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  const int columns = (params.outputs + COLUMNS - 1) / COLUMNS;
+  const dim3 grid(columns * SLICES, (params.rows + S::kRows - 1) / S::kRows);
+  return launch_kernel(kOp, kernel, arguments, grid, dim3(S::kThreads), S::kBytes, SLICES);
+}
+
+// What there is a kernel for.
+struct Variant {
+  int rows, columns, slices;
+  MossStatus (*launch)(const CodecLinearParams&);
+};
+
+template <int COLUMNS, int SLICES, int GROUPS>
+constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, SLICES, launch<COLUMNS, SLICES, GROUPS>};
+
+constexpr Variant kVariants[] = {
+    kVariant<24, 1, 1>, kVariant<24, 1, 2>, kVariant<48, 1, 1>, kVariant<24, 2, 1>, kVariant<48, 2, 1>,
+    kVariant<24, 4, 1>, kVariant<24, 4, 2>, kVariant<80, 4, 1>, kVariant<48, 8, 1>,
+};
+
+}  // namespace
+
+MossStatus launch_clusters(const CodecLinearParams& params) {
+  for (const Variant& variant : kVariants)
+    if (variant.rows == params.tile_rows && variant.columns == params.tile_columns && variant.slices == params.slices)
+      return variant.launch(params);
+  return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: there is no tile of %d rows, %d outputs and %d slices", kOp,
+                   params.tile_rows, params.tile_columns, params.slices);
+}
+
+}  // namespace moss
