@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kThreads<COLUMNS>, 1)
   } else if (warp == kComputeThreads / 32) {
     if (elected) stream_weights<Dims, TABLE>(shared.rings, static_cast<const bf16*>(params.packed), has_table);
   } else if (elected && (!kHandsOver<COLUMNS> || warp == kComputeThreads / 32 + 1)) {
-    ActivationStreamer<Dims, Ring> role{{}, {counters}, split, shared.rings, workspace, policy_evict_last(), {}};
+    ActivationStreamer<Dims, Ring> role{{},        {counters},          split, has_table, shared.rings,
+                                        workspace, policy_evict_last(), {}};
     run(role);
   }
 }

@@ -65,6 +65,15 @@ constexpr int kComputeThreads = 256;
 constexpr int kStageBytes = 10240;  // at most, of a weight stage before scaling
 constexpr int kStageSteps = 5;      // likewise its steps of 16
 constexpr int kMaxParts = 4;        // blocks that share the attention of one row
+constexpr int kWarps = kComputeThreads / 32;
+
+// Places of the counters, in words from the start of the workspace. A phase that only some blocks wait for has counters
+// of its own, so that these wait for no others.
+constexpr int kArrivals = 0;
+constexpr int kSliceArrivals = 8;  // of fc_in, for each slice of fc_out
+constexpr int kMaxSlices = 8;
+constexpr int kPartArrivals = 16;  // of the attention, by part
+constexpr int kExits = 32;
 
 // How readers of partial sums learn that they are there. Up to 16 padded rows they poll the sums themselves, by their
 // tags; for 32 a counter that orders nothing says when to begin with that; beyond, they wait for a counter that orders
@@ -86,8 +95,8 @@ struct Packed {
   static constexpr int64_t kEnd = kHead + kCodebooks * Dims::Head::kElements;
 };
 
-// Byte offsets in the workspace, which begins with the counters (arrivals, exits; zero between frames). `columns` is
-// the batch rounded up to what the tensor cores take. Activations that feed a product are packed as [k / 8][columns][8]
+// Byte offsets in the workspace, which begins with the counters (zero between frames). `columns` is the batch rounded
+// up to what the tensor cores take. Activations that feed a product are packed as [k / 8][columns][8]
 // bf16; partial sums are [slice][columns][outputs] fp32, tagged (device/tagged.cuh) with the lowest bit of their
 // position: whatever the batch, the last position leaves a tag of 1, which bytes of 0xff stand for before the first
 // frame. So a workspace may serve batches of different `columns`, whose sums lie elsewhere, in any order.

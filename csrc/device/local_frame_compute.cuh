@@ -51,10 +51,10 @@ struct Names {
   static __device__ constexpr bool is_partial(Output output) {
     return output == kProjected || output == kInnerSum || output == kLogits;
   }
-  // Whether the blocks arrive at the counter once they have stored it.
+  // Whether the blocks arrive at the common counter once they have stored it.
   template <int COLUMNS>
   static __device__ constexpr bool is_counted(Output output) {
-    return kCountsPartial<COLUMNS> || !is_partial(output);
+    return is_partial(output) ? kCountsPartial<COLUMNS> : output != kInner;
   }
   // Of partial sums.
   static __device__ __forceinline__ uint32_t tag(int position) { return position & 1; }
@@ -74,30 +74,49 @@ struct Split {
   __device__ __forceinline__ int row() const { return static_cast<int>(blockIdx.x % rows); }
 };
 
+// Units of fc_in that make the activations of one slice of fc_out.
+template <class Dims>
+constexpr int kUnitsOfSlice = Dims::InnerIn::kUnits / Dims::InnerOut::kSlices;
+
 // Brings activations into shared memory; of the row phases it only knows how many arrivals to wait for.
 template <class Dims, class Ring>
 struct ActivationStreamer : Names {
   Progress progress;
   Split split;
+  bool has_table;
   Ring& rings;
   uint8_t* workspace;
   uint64_t policy;
   Cursor cursor;
 
   __device__ __forceinline__ void begin_rows() { progress.target += split.rows; }
-  __device__ __forceinline__ void draw_rows(int) { progress.target += split.rows * split.parts; }
+  __device__ __forceinline__ void draw_rows(int) {
+    if (!has_table) progress.target += split.rows;
+  }
   __device__ __forceinline__ void attend_rows(int) { progress.target += split.rows; }
   __device__ __forceinline__ void middle_rows(int) { progress.target += split.rows; }
   __device__ __forceinline__ void end_rows(int) { progress.target += split.rows; }
   __device__ __forceinline__ void table_rows() {}
 
+  // The part that attends with the heads of a slice of c_proj's inputs: see `attend`.
+  __device__ __forceinline__ unsigned part_of_slice(int slice) const {
+    constexpr int kHeads = Dims::Projection::kK16 * 16 / Dims::kHeadDim;
+    static_assert(kWarps % kHeads == 0);
+    return slice * kHeads / kWarps % split.parts;
+  }
+
   template <class P, typename Names::Output OUTPUT>
-  __device__ __forceinline__ void product(Input input, int) {
+  __device__ __forceinline__ void product(Input input, int position) {
     using Work = Workspace<Dims>;
     const int64_t offset = input == kNormed ? Work::kNormed : input == kAttention ? Work::kAttention : Work::kInner;
-    progress.wait();
-    fence_async_global();
-    stream_activations<P>(rings, cursor, workspace + offset, policy);
+    stream_activations<P>(rings, cursor, workspace + offset, policy, [&](int slice) {
+      if constexpr (OUTPUT == kInnerSum)
+        counter_wait(progress.counter + kSliceArrivals + slice, (position + 1) * kUnitsOfSlice<Dims>);
+      else if (OUTPUT == kProjected && has_table && position > 0)
+        counter_wait(progress.counter + kPartArrivals + part_of_slice(slice), position * split.rows);
+      else
+        progress.wait();
+    });
     if (Names::is_counted<Ring::kColumns>(OUTPUT)) progress.target += gridDim.x;
   }
 };
@@ -129,10 +148,21 @@ struct Compute : Names {
   }
 
   // Tells the other blocks that this one has done its part of a phase, whose output the copy engine may read.
-  __device__ __forceinline__ void arrive() {
+  __device__ __forceinline__ void arrive(unsigned counter = kArrivals) {
     fence_async_global();
     ComputeSync::sync();
-    if (threadIdx.x == 0) counter_release(progress.counter);
+    if (threadIdx.x == 0) counter_release(progress.counter + counter);
+  }
+
+  // The same for the units of fc_in.
+  __device__ __forceinline__ void arrive_slices() {
+    static_assert(Dims::InnerIn::kRows * kUnitsOfSlice<Dims> == Dims::InnerOut::kK16 * 16);
+    static_assert(Dims::InnerOut::kSlices <= kMaxSlices);
+    fence_async_global();
+    ComputeSync::sync();
+    if (threadIdx.x != 0) return;
+    for (int unit = blockIdx.x; unit < Dims::InnerIn::kUnits; unit += gridDim.x)
+      counter_release(progress.counter + kSliceArrivals + unit / kUnitsOfSlice<Dims>);
   }
 
   // The same for partial sums.
@@ -207,9 +237,10 @@ struct Compute : Names {
 #pragma unroll 1
       for (int b = split.row(), index = 0; b < params.batch; b += gridDim.x, ++index)
         draw_row(index, b, position, part);
-      arrive();
+      // With the table the blocks of a part have a counter; without it there is one part.
+      arrive(params.qkv_table ? kPartArrivals + part : kArrivals);
     }
-    progress.target += split.rows * split.parts;
+    if (!params.qkv_table) progress.target += split.rows;
   }
 
   __device__ __forceinline__ void draw_row(int index, int b, int position, unsigned part) {
@@ -403,6 +434,7 @@ struct Compute : Names {
         copy_staged<P>([&](int row, int b, uint2 four) { store_qkv<OUTPUT>(first + row, b, four); });
       }
     }
+    if constexpr (OUTPUT == kInner) arrive_slices();
     if constexpr (Names::template is_counted<COLUMNS>(OUTPUT)) {
       if constexpr (kPartial)
         arrive_partial();
@@ -452,9 +484,9 @@ __device__ __forceinline__ void leave(unsigned* counters) {
   ComputeSync::sync();
   if (threadIdx.x != 0) return;
   __threadfence();
-  if (atomicAdd(counters + 32, 1u) == gridDim.x - 1) {
-    counters[0] = 0;
-    counters[32] = 0;
+  if (atomicAdd(counters + kExits, 1u) == gridDim.x - 1) {
+    for (int i = 0; i <= kExits; ++i)
+      counters[i] = 0;
     __threadfence();
   }
 }

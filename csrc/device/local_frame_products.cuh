@@ -143,13 +143,16 @@ __device__ __forceinline__ void stream_weights(Ring& rings, const bf16* packed, 
   }
 }
 
-// Streams the activations of one product, after the phase that wrote them.
-template <class P, class Ring>
-__device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, const uint8_t* x, uint64_t policy) {
+// Streams the activations of one product; `wait(slice)` returns when those of a slice are there.
+template <class P, class Ring, typename Wait>
+__device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, const uint8_t* x, uint64_t policy,
+                                                   Wait&& wait) {
   using Stages = typename Ring::template Stages<P>;
   constexpr int kBytes = Stages::kXBytes;
   for (int unit = blockIdx.x; unit < P::kUnits; unit += gridDim.x) {
     const uint8_t* source = x + static_cast<int64_t>(unit / P::kGroups) * P::kK16 * Ring::kColumns * 32;
+    wait(unit / P::kGroups);
+    fence_async_global();
     for (int stage = 0; stage < Stages::kCount; ++stage) {
       barrier_wait(shared_address(&rings.x_empty[cursor.index]), cursor.parity ^ 1u);
       const uint32_t full = shared_address(&rings.x_full[cursor.index]);
