@@ -1,8 +1,13 @@
-"""The engine under load at full size: `python -m bench.bench_engine`.
+"""The engine under load at full size: `python -m bench.bench_engine`; with `--seconds 3` in less than 150 s.
 
 Weights are random and never stop; a request has a prompt of 150 tokens and 60 to 120 frames, and each client sends one
-after the other. Nothing is timed before requests under load have the codes that they have alone, bit for bit, and
-their streamed audio is as close to float32 offline decoding as that of the eager bfloat16 codec, within 1 dB.
+after the other. Cases of an engine that streams, and of one that does not (`/offline`): under a load that has lasted
+for a while; from the moment when all clients come at once to an idle engine (`/cold`); and with 3 s of reference audio
+in each request, half of it known (`/clone`). A rate's p50 is all audio of the window by the window's length, its p20
+and p80 are of tenths of the window.
+
+Nothing is timed before requests under load have the codes that they have alone, bit for bit, and their streamed audio
+is as close to float32 offline decoding as that of the eager bfloat16 codec, within 1 dB.
 """
 
 import argparse
@@ -27,6 +32,9 @@ from moss_runtime.random_weights import codec_config, random_codec, random_model
 
 CONCURRENCY = (1, 4, 16, 64, 128)
 TARGETS = (1, 64, 128)
+CLONES = 64
+MODES = {"streaming-balanced": "", "streaming-low-latency": "/low_latency", "offline-fast": "/offline"}
+WARM_S, COLD_S = 1.5, 1.2
 # Audio seconds per second if all stages ran one after the other, each at its floor.
 FLOORS = {64: 1130.0, 128: 1460.0}
 MAX_SNR_LOSS_DB = 1.0
@@ -38,15 +46,14 @@ MAX_GROWTH_MIB = 64
 class Bench:
     """Models, the codec in float32 to compare with, and an engine over them."""
 
-    def __init__(self, size: str, device: str, options: argparse.Namespace):
-        self.device, self.options = torch.device(device), options
+    def __init__(self, size: str, device: str, *, clones: bool = False):
+        """Args: clones: load the codec's encoder, too."""
+        self.device = torch.device(device)
         # On a CPU bits depend on the batch in bfloat16.
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.exact = random_codec(codec_config(size), device=device, encoder=options.clone)
+        self.exact = random_codec(codec_config(size), device=device, encoder=clones)
         self.exact.encoder = torch.nn.ModuleList()
-        before = self._allocated()
-        self.codec = random_codec(codec_config(size), device=device, dtype=dtype, encoder=options.clone)
-        self.codec_bytes = self._allocated() - before
+        self.codec = random_codec(codec_config(size), device=device, dtype=dtype, encoder=clones)
         self.model = random_model(size, device=device, dtype=dtype)
 
     def engine(self, mode: str, rows: int, **changes) -> Engine:
@@ -63,9 +70,9 @@ class Bench:
         print(f"engine of {rows} rows, {mode}: {middle - start:.1f} s, codec {time.perf_counter() - middle:.1f} s")
         return engine
 
-    def check(self, engine: Engine, concurrency: int) -> None:
+    def check(self, engine: Engine, concurrency: int, *, clone: bool = False) -> None:
         """Raises AssertionError unless codes and audio under load are what they should be."""
-        requests = Workload(engine, clone=self.options.clone)
+        requests = Workload(engine, clone=clone)
         tried = [requests(index) for index in range(CHECKED)]
         alone = [engine.submit(request).result(60) for request in tried]
         others = [engine.submit(requests(CHECKED + index)) for index in range(concurrency - CHECKED)]
@@ -94,23 +101,32 @@ class Bench:
         assert reached >= limit, f"SNR to float32 offline must be at least {limit:.2f} dB, got {reached:.2f} dB"
         print(f"codes as alone; audio {reached:.2f} dB to float32 offline, at least {limit:.2f} asked", flush=True)
 
-    def load(self, engine: Engine, concurrency: int, *, warm_s: float, window_s: float) -> tuple[Load, float]:
-        """What clients see, and by how many MiB the memory of the device has grown meanwhile."""
-        requests = Workload(engine, clone=self.options.clone, seed=concurrency)
-        if warm_s:
-            measure(engine, requests, concurrency=concurrency, warm_s=warm_s, window_s=0.1)
+    def load(
+        self, engine: Engine, concurrency: int, *, warm_s: float, window_s: float, clone: bool = False
+    ) -> tuple[Load, float]:
+        """What clients see, and by how many MiB the memory of the device has grown meanwhile.
+
+        Args:
+            engine: without other requests.
+            concurrency: number of clients.
+            warm_s: seconds under load before the window; 0: all clients come at its beginning, with whole requests.
+            window_s: length of the window.
+            clone: with reference audio.
+        """
+        requests = Workload(engine, clients=concurrency if warm_s else 0, clone=clone, seed=concurrency)
         engine.stats.reset()
         free = self._free()
-        # At the beginning all clients come at once; what counts is what follows.
         load = measure(engine, requests, concurrency=concurrency, warm_s=warm_s, window_s=window_s)
         return load, (free - self._free()) / 2**20
 
     def memory_row(self, engine: Engine) -> dict[str, object]:
-        """Codec weights, state, buffers and graphs."""
+        """Weights of the codec's decoder and quantizer, state, buffers and graphs."""
         chunk = engine.stage.chunk
+        decoding = self.codec.decoder, self.codec.quantizer
+        weights = [tensor for module in decoding for tensor in module.state_dict().values()]
         state = [tensor for rings in chunk.slots.stages for tensor in (rings.keys, rings.values)]
         parts = {
-            "weights": self.codec_bytes + chunk.table.nbytes,
+            "weights": sum(tensor.nbytes for tensor in weights) + chunk.table.nbytes,
             "state": sum(tensor.nbytes for tensor in state) + chunk.slots.offsets.nbytes,
             "buffers": chunk.buffers.size_in_bytes,
             "graphs": self.codec_graph_bytes,
@@ -119,9 +135,6 @@ class Bench:
         total = round(sum(parts.values()) / 2**20, 1)
         values = {"p20": total, "p50": total, "p80": total, "unit": "MiB"}
         return _described({"case": f"engine/C{engine.config.rows}/memory", **values}, {"parts_mib": mib})
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
@@ -138,6 +151,7 @@ def rows_of(load: Load, engine: Engine, suffix: str, growth_mib: float) -> list[
         "dtype": "bfloat16",
         "prompt_tokens": PROMPT_TOKENS,
         "frames_of_a_request": list(FRAMES),
+        "rate_p50": "audio of the window by its length; p20 and p80 of tenths",
         "frames": sum(count for _, count in load.frames),
         "audio_seconds": round(load.audio_seconds, 2),
         "sampling_rate": shot["sampling_rate"],
@@ -156,7 +170,7 @@ def rows_of(load: Load, engine: Engine, suffix: str, growth_mib: float) -> list[
     if load.concurrency == 1 and not suffix:
         rows[0]["case"] = case
     rate = f"{case}/rate" if load.concurrency == 1 and not suffix else case
-    rows.append(_row(rate, load.rates(), "audio_s_per_s"))
+    rows.append(_row(rate, load.rates(), "audio_s_per_s") | {"p50": round(load.audio_seconds / load.window, 3)})
     if load.concurrency in FLOORS:
         rows[-1] |= {
             "floor": FLOORS[load.concurrency],
@@ -178,42 +192,57 @@ def save(rows: list[dict[str, object]], options: argparse.Namespace) -> None:
     harness.save([row | harness.environment() for row in rows], options)
 
 
+def cases(mode: str, options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Kind ("/cold", "" or "/clone") and clients of each case of a mode that is wanted, in the order of measurement."""
+    kinds = [("", n) for n in options.concurrency]
+    if not options.quick:
+        kinds = [("/cold", n) for n in options.concurrency] + kinds
+    if mode == "streaming-balanced" and CLONES in options.concurrency:
+        kinds.append(("/clone", CLONES))
+    suffix = MODES[mode] + "/turns" * options.turns
+    return [(kind, n) for kind, n in kinds if harness.wanted(f"engine/C{n}{suffix}{kind}", options)]
+
+
 def run(options: argparse.Namespace) -> None:
-    bench = Bench("full", "cuda", options)
-    rows_needed = max(options.concurrency)
-    for mode in options.modes:
-        suffix = {"streaming-balanced": "", "streaming-low-latency": "/low_latency", "offline-fast": "/offline"}[mode]
-        suffix += "/clone" * options.clone + "/turns" * options.turns
+    wanted = {mode: found for mode in options.modes if (found := cases(mode, options))}
+    bench = Bench("full", "cuda", clones=any(kind == "/clone" for found in wanted.values() for kind, _ in found))
+    for mode, found in wanted.items():
         changes = {"overlap": not options.turns} | dict(options.set)
-        with bench.engine(mode, rows_needed, **changes) as engine:
-            try:
-                bench.check(engine, min(rows_needed, 64))
-            except AssertionError as error:
-                if not options.dry_run:
-                    raise
-                print(f"NOT TO BE RECORDED, the check failed: {error}", flush=True)
-            if not options.quick:
-                load, growth = bench.load(engine, min(rows_needed, 64), warm_s=0, window_s=2)
-                save(rows_of(load, engine, suffix + "/burst", growth), options)
-            for concurrency in options.concurrency:
-                load, growth = bench.load(engine, concurrency, warm_s=1, window_s=options.seconds)
-                print(load.summary(), flush=True)
-                assert growth <= MAX_GROWTH_MIB, f"the run took {growth:.0f} MiB more"
-                save(rows_of(load, engine, suffix, growth), options)
-            if rows_needed == 128 and not suffix:
-                save([bench.memory_row(engine)], options)
+        with bench.engine(mode, max(n for _, n in found), **changes) as engine:
+            run_mode(bench, engine, found, options)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
 
 
+def run_mode(bench: Bench, engine: Engine, found: list[tuple[str, int]], options: argparse.Namespace) -> None:
+    """Checks an engine, then measures its cases."""
+    suffix = MODES[engine.config.mode] + "/turns" * options.turns
+    try:
+        bench.check(engine, min(engine.config.rows, 64), clone=any(kind == "/clone" for kind, _ in found))
+    except AssertionError as error:
+        if not options.dry_run:
+            raise
+        print(f"NOT TO BE RECORDED, the check failed: {error}", flush=True)
+    for kind, concurrency in found:
+        times = {"warm_s": WARM_S, "window_s": options.seconds}
+        if kind == "/cold":
+            times = {"warm_s": 0, "window_s": COLD_S}
+        load, growth = bench.load(engine, concurrency, clone=kind == "/clone", **times)
+        print(load.summary(), flush=True)
+        assert growth <= MAX_GROWTH_MIB, f"the run took {growth:.0f} MiB more"
+        save(rows_of(load, engine, suffix + kind, growth), options)
+    if engine.config.rows == 128 and not suffix:
+        save([bench.memory_row(engine)], options)
+
+
 def smoke(options: argparse.Namespace) -> None:
     """Checks a tiny engine on the CPU and puts a short load on it."""
-    bench = Bench("tiny", "cpu", options)
+    bench = Bench("tiny", "cpu", clones=True)
     for mode in options.modes:
         with bench.engine(mode, 4) as engine:
             if engine.config.stream:
-                bench.check(engine, 8)
+                bench.check(engine, 8, clone=True)
             load, growth = bench.load(engine, 3, warm_s=0.1, window_s=2)
             for row in rows_of(load, engine, "", growth):
                 print(f"{row['case']:32} {row['p50']:10.2f} {row['unit']}", flush=True)
@@ -223,18 +252,18 @@ def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="clients (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="only the cases that have a target, for a shorter time")
-    parser.add_argument("--modes", nargs="+", default=["streaming-balanced"], help="of the engine (%(default)s)")
+    modes = {"nargs": "+", "choices": MODES, "default": ["streaming-balanced", "offline-fast"]}
+    parser.add_argument("--modes", **modes, help="of the engine (%(default)s)")
     parser.add_argument("--seconds", type=float, default=10, help="length of a measurement (%(default)s)")
-    parser.add_argument("--clone", action="store_true", help="reference audio in each request, half of it known")
     parser.add_argument("--turns", action="store_true", help="frames and codec calls one after the other")
     parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="NAME=NUMBER", help="engine settings")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows in --results, and measure nothing")
     options = parser.parse_args()
     if options.quick:
-        options.concurrency, options.seconds = list(TARGETS), min(options.seconds, 5)
-    suffix = "/clone" * options.clone
-    options.concurrency = [n for n in options.concurrency if harness.wanted(f"engine/C{n}{suffix}", options)]
-    if not options.concurrency or "runtime" not in (options.impl or ["runtime"]):
+        options.concurrency, options.modes = list(TARGETS), [EngineConfig.mode]
+        options.seconds = min(options.seconds, 5)
+    nothing = not any(cases(mode, options) for mode in options.modes)
+    if nothing or "runtime" not in (options.impl or ["runtime"]):
         return
     if options.plot:
         try:

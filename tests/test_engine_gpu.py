@@ -1,6 +1,5 @@
 """The engine on a GPU: graphs everywhere, codes and audio under load as alone, and everything back at the end."""
 
-import argparse
 import random
 import time
 
@@ -16,7 +15,7 @@ MODES = ("streaming-low-latency", "streaming-balanced", "offline-fast")
 
 @pytest.fixture(scope="module", params=["tiny", "full"])
 def bench(request):
-    return Bench(request.param, "cuda", argparse.Namespace(clone=True))
+    return Bench(request.param, "cuda", clones=True)
 
 
 def assert_empty(engine):
@@ -35,7 +34,7 @@ def assert_graphs(engine):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_under_load_as_alone(bench, overlap):
     with bench.engine("streaming-balanced", 16, overlap=overlap) as engine:
-        bench.check(engine, 24)
+        bench.check(engine, 24, clone=True)
         assert_graphs(engine)
         assert_empty(engine)
 

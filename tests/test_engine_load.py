@@ -1,5 +1,6 @@
 """The load on the engine and its command, with a tiny random model."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -49,6 +50,30 @@ def test_clones_share_half_of_their_clips(monkeypatch):
         assert engine.stats.value("reference_misses") == 2
 
 
+def test_first_requests_end_one_by_one():
+    """A client's first request is the rest of one that is under way: half of the mean square over the mean, 47 frames,
+    where whole ones have 60 to 120."""
+    config = for_load(EngineConfig.from_mode("offline-fast"), 2)
+    with random_engine("tiny", config, device="cpu", dtype=torch.float32) as engine:
+        make = Workload(engine, clients=500)
+        frames = [make(index).max_frames for index in range(1000)]
+    assert min(frames[:500]) < 5 and max(frames[:500]) > 100
+    assert sum(frames[:500]) / 500 == pytest.approx(47.2, abs=4)
+    assert min(frames[500:]) == 60 and max(frames[500:]) == 120
+
+
+def test_cases_of_the_benchmark():
+    def cases(mode, **changes):
+        options = {"concurrency": [1, 64], "quick": False, "turns": False, "case": None} | changes
+        return bench_engine.cases(mode, argparse.Namespace(**options))
+
+    streamed = [("/cold", 1), ("/cold", 64), ("", 1), ("", 64), ("/clone", 64)]
+    assert cases("streaming-balanced") == streamed and cases("offline-fast") == streamed[:-1]
+    assert cases("streaming-balanced", quick=True) == streamed[2:]
+    assert cases("streaming-balanced", case=["engine/C64/clone"]) == streamed[-1:]
+    assert cases("offline-fast", case=["engine/*/offline/cold"]) == streamed[:2]
+
+
 def test_load_without_requests():
     assert Load(1, 1.0, 12.5).summary()["first_audio_ms"] == {}
     load = Load(1, 2.0, 10.0, frames=[(0.1, 5), (1.9, 10), (2.0, 5)])
@@ -86,13 +111,13 @@ def test_what_the_command_refuses(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("options", [["--clone", "--modes", "streaming-low-latency"], ["--modes", "offline-fast"]])
-def test_benchmark_without_a_gpu(monkeypatch, capsys, options):
+@pytest.mark.parametrize("mode", ["streaming-low-latency", "offline-fast"])
+def test_benchmark_without_a_gpu(monkeypatch, capsys, mode):
     monkeypatch.setattr("moss_runtime.commands.bench_engine.FRAMES", (8, 12))
-    monkeypatch.setattr("sys.argv", ["bench_engine", "--smoke", *options])
+    monkeypatch.setattr("sys.argv", ["bench_engine", "--smoke", "--modes", mode])
     bench_engine.main()
     output = capsys.readouterr().out
-    assert "engine/C3 " in output and ("codes as alone" in output) == ("--clone" in options)
+    assert "engine/C3 " in output and ("codes as alone" in output) == (mode != "offline-fast")
 
 
 def test_rows_and_what_is_drawn_of_them(tmp_path):
@@ -108,7 +133,8 @@ def test_rows_and_what_is_drawn_of_them(tmp_path):
 
     rows = []
     for clients, first in ((1, 0.012), (64, 0.08)):
-        load = Load(clients, 2.0, 12.5, frames=[(when / 10, 25) for when in range(20)], first_audio=[first])
+        # All audio comes in one tenth of the window; the figure is of all of it.
+        load = Load(clients, 2.0, 12.5, frames=[(0.1, 500)], first_audio=[first])
         rows += bench_engine.rows_of(load, Engine(), "", 0.0)
     assert [(row["case"], row["p50"], row["unit"]) for row in rows] == [
         ("engine/C1", 12.0, "ms"),
@@ -116,7 +142,8 @@ def test_rows_and_what_is_drawn_of_them(tmp_path):
         ("engine/C64/first_audio", 80.0, "ms"),
         ("engine/C64", 20.0, "audio_s_per_s"),
     ]
-    assert rows[3]["ratio_to_floor"] == 56.5 and rows[0]["conditions"]["audio_seconds"] == 40
+    assert (rows[3]["p20"], rows[3]["p80"], rows[3]["ratio_to_floor"]) == (0, 0, 56.5)
+    assert rows[0]["conditions"]["audio_seconds"] == 40
     path = tmp_path / "card" / "2026-01-01-abc.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row | {"gpu": "card", "sha": "abc"}) + "\n" for row in rows))

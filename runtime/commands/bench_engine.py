@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default=EngineConfig.mode, help="of the engine (default: %(default)s)")
     parser.add_argument("--config", type=Path, metavar="TOML", help="settings of the engine, instead of --mode")
     parser.add_argument("--seconds", type=positive, default=10, help="length of a measurement (default: 10)")
-    parser.add_argument("--warm-seconds", type=positive, default=3, help="load ahead of it (default: 3)")
+    parser.add_argument("--warm-seconds", type=positive, default=2, help="load ahead of it (default: 3)")
     parser.add_argument("--clone", action="store_true", help="3 s of reference audio in each request, half of it known")
     parser.add_argument("--size", choices=SIZES, default="full", help="of the random model, without --model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the engine's own")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         reports = []
         for concurrency in args.concurrency:
-            requests = Workload(engine, clone=args.clone)
+            requests = Workload(engine, clients=concurrency, clone=args.clone)
             times = {"warm_s": args.warm_seconds, "window_s": args.seconds}
             reports.append(measure(engine, requests, concurrency=concurrency, **times))
             _print(reports[-1], engine)
@@ -81,20 +81,34 @@ def _engine(args: argparse.Namespace, config: EngineConfig) -> Engine:
 class Workload:
     """Requests of a fixed number of frames each, which differ in prompt, seed and length."""
 
-    def __init__(self, engine: Engine, *, clone: bool = False, seed: int = 0):
-        """Args: clone: with reference audio; every second request has a clip that others have had."""
+    def __init__(self, engine: Engine, *, clients: int = 0, clone: bool = False, seed: int = 0):
+        """Settings of all requests.
+
+        Args:
+            engine: that they are for.
+            clients: so many come at once at the beginning. Their first requests are as long as the rest of one that is
+                under way at a random time: so they end one by one from the beginning, not in waves.
+            clone: with reference audio; every second request has a clip that others have had.
+            seed: of everything random.
+        """
         self._config: ModelConfig = engine.runtime.model.config
         self._codec: CodecConfig = engine.stage.codec.config
-        self._limit = engine.config.max_frames
+        self._limit, self._clients = engine.config.max_frames, clients
         self._clone, self._generator = clone, torch.Generator().manual_seed(seed)
 
     def __call__(self, index: int) -> Request:
-        shortest, longest = FRAMES
-        frames = int(torch.randint(shortest, longest + 1, (), generator=self._generator))
+        frames = self._frames(rest=index < self._clients)
         common = {"params": SamplingParams(seed=index), "max_frames": min(frames, self._limit)}
         if self._clone:
             return Request("", references=[self._clip(index if index % 2 else 0)], **common)
         return Request(prompt=random_prompt(self._config, PROMPT_TOKENS, self._generator), **common)
+
+    def _frames(self, *, rest: bool) -> int:
+        lengths = torch.arange(FRAMES[0], FRAMES[1] + 1)
+        # A request is under way the longer, the more frames it has.
+        weights = lengths.float() if rest else torch.ones(len(lengths))
+        frames = int(lengths[torch.multinomial(weights, 1, generator=self._generator)])
+        return int(torch.randint(1, frames + 1, (), generator=self._generator)) if rest else frames
 
     def _clip(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
