@@ -19,7 +19,7 @@ from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 
 LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 3, 4, 6, 8)
 # Most tokens of a pass, padding included: running streams wait for no more than this between two frames.
 MAX_TOKENS = 2048
 # Tokens, padding included, from which a linear into the residual stream is faster in one piece than in slices of its
