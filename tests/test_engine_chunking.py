@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moss_runtime.engine.chunking import Chunking, Stream
-from moss_runtime.engine.config import CODEC_BATCHES, EngineConfig
-from moss_runtime.graphs.capture import bucket_for
+from moss_runtime.engine.config import EngineConfig
 
 RATE = 12.5
 
@@ -95,9 +94,11 @@ def waiting(*known, chunks=4, **fields):
     return streams
 
 
-def test_a_call_has_a_length_that_pads_nobody():
+@pytest.mark.parametrize(("clients", "frames"), [(1, 11), (64, 10)])
+def test_a_call_has_the_length_that_pays(clients, frames):
+    """A graph of 12 frames takes 11: worth its padding where the call itself costs most, not where the frames do."""
     chunking = make("streaming-balanced", chunk_wait_ms=0)
-    assert ask(chunking, waiting(11), 1.0) == [(0, 10)]
+    assert ask(chunking, waiting(*[11] * clients), 1.0) == [(index, frames) for index in range(clients)]
 
 
 def test_the_last_frames_of_all_are_padded_rather_than_cut():
@@ -113,22 +114,34 @@ def test_whoever_is_ready_goes_along_with_who_is_due():
     assert ask(chunking, streams, 0.081) == [(0, 8), (1, 15)]
 
 
-def test_a_short_rest_does_not_cut_the_chunks_of_others():
-    chunking = make("streaming-low-latency")
+def test_a_call_for_a_short_rest_is_long_enough_for_others():
     streams = waiting(10, 2, chunks=5)
     streams[1].final = True
-    # The first would fill the call of two frames many times over, but its own chunk is of 15.
-    assert ask(chunking, streams, 1.0) == [(1, 2)]
-    streams = waiting(12, 2, 2, chunks=5)
-    streams[1].final = True
-    assert ask(chunking, streams, 1.0) == [(1, 2), (0, 2)]
+    assert ask(make("streaming-low-latency"), streams, 1.0) == [(1, 2), (0, 10)]
 
 
 def test_rows_that_would_be_padding_go_to_the_fullest_streams():
     chunking = make("streaming-balanced", chunk_wait_ms=0)
     streams = waiting(8, 8, 8, 4, 5, 3)
     assert ask(chunking, streams, 1.0) == [(0, 8), (1, 8), (2, 8), (4, 5)]
-    assert ask(chunking, waiting(8, 8, 3, 7), 1.0) == [(0, 8), (1, 8), (3, 7)]
+    assert ask(chunking, waiting(8, 8, 1, 7), 1.0) == [(0, 8), (1, 8), (3, 7)]
+
+
+def test_rows_that_can_wait_do_not_make_a_call_one_size_larger():
+    chunking = make("streaming-balanced", chunk_wait_ms=80)
+    streams = waiting(*[8] * 36)
+    chunking.update(streams[35:], 0.0)
+    assert ask(chunking, streams, 0.05) == []
+    assert sorted(ask(chunking, streams, 0.081)) == [*((index, 8) for index in range(31)), (35, 8)]
+
+
+def test_last_chunks_wait_as_long_as_the_crowd_is_large():
+    for others, wait in ((0, 0.02), (3, 0.08), (9, 0.08)):
+        chunking = make("streaming-balanced", final_wait_ms=80, crowd=4)
+        streams = waiting(3, *[0] * others)
+        streams[0].final = True
+        assert ask(chunking, streams, 1.0) == [] == ask(chunking, streams, 0.999 + wait)
+        assert ask(chunking, streams, 1.001 + wait) == [(0, 3)]
 
 
 def test_in_a_crowd_ramps_begin_with_their_second_size():
@@ -159,11 +172,11 @@ def test_a_full_batch_leaves_the_less_urgent_out():
     assert ask(chunking, streams, 1.0) == [(1, 15), (0, 15)]
 
 
-def test_the_length_of_a_call_is_that_of_its_own_streams():
+def test_who_is_due_goes_even_if_others_fill_a_call_better():
     chunking = make("streaming-balanced", codec_slots=1, chunk_wait_ms=80)
     streams = waiting(11, 15)
     chunking.update(streams[:1], 0.0)
-    assert ask(chunking, streams, 1.0) == [(0, 10)]
+    assert ask(chunking, streams, 1.0) == [(0, 11)]
 
 
 @pytest.mark.parametrize("mode", ["streaming-low-latency", "streaming-balanced"])
@@ -273,7 +286,6 @@ def configs(draw):
         codec_batch=draw(st.integers(1, 8)),
         chunk_wait_ms=draw(st.sampled_from((0, 50, 400))),
         final_wait_ms=draw(st.sampled_from((0, 30))),
-        join_fraction=draw(st.sampled_from((0, 0.5, 1))),
         max_output_frames=20,
     )
 
@@ -306,9 +318,6 @@ def test_whatever_the_settings(config, rng):
             assert idle and stream.final and count == stream.pending
             chunking.take(stream, count, now)
             continue
-        # Who only fills rows adds none; at this fraction whoever is not ready joins nobody.
-        if config.join_fraction == 1:
-            assert bucket_for(len(chosen), CODEC_BATCHES) == bucket_for(len(ready), CODEC_BATCHES)
         for stream, count in chosen:
             assert isinstance(count, int) and 1 <= count <= min(stream.pending, config.largest_chunk, stream.room)
             assert not (stream.whole or chunking.is_stalled(stream))

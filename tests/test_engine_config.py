@@ -46,7 +46,6 @@ def test_the_default_is_the_balanced_mode():
         ({"max_frames": 2.5}, "`max_frames` must be a positive integer"),
         ({"chunk_wait_ms": -1}, "`chunk_wait_ms` must be a number in 0..2^31-1, got -1"),
         ({"chunk_wait_ms": float("nan")}, "`chunk_wait_ms` must be a number"),
-        ({"join_fraction": 1.5}, "`join_fraction` must be at most 1"),
         ({"stream": "yes"}, "`stream` must be a bool"),
         ({"slot_policy": "hope"}, "`slot_policy` must be one of queue, offline, reject, got 'hope'"),
         ({"pcm": "int8"}, "`pcm` must be one of float32, int16"),

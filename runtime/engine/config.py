@@ -14,8 +14,8 @@ from moss_runtime.graphs.prefill import ROWS as PREFILL_ROWS
 _MODES = Path(__file__).parents[1] / "assets" / "engine_modes.toml"
 SLOT_POLICIES = ("queue", "offline", "reject")
 PCM = ("float32", "int16")
-# Streams of a codec call, to which fewer are padded: what is padded is filled with streams that could have waited.
-CODEC_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Streams of a codec call, to which fewer are padded.
+CODEC_BATCHES = BUCKETS
 # Largest sensible value of a count or a number of milliseconds: what is beyond is a mistake.
 _MOST = 2**31 - 1
 # Each call under way has a staging buffer.
@@ -49,9 +49,8 @@ class EngineConfig:
         chunk_wait_ms: longest time that a chunk waits for chunks of other requests. The first chunk of a stream never
             waits, and none beyond the moment when its client has only `chunk_lead_ms` left to play.
         chunk_lead_ms: how long before the client's audio ends the next chunk is due at the codec.
-        final_wait_ms: as `chunk_wait_ms`, of a request's last chunk, which keeps its row busy.
-        join_fraction: part of a codec call's frames, and of its own next chunk, that a stream must have to join a call
-            made for others.
+        final_wait_ms: as `chunk_wait_ms`, of a request's last chunk, which keeps its client from its next request;
+            where there are fewer requests than `crowd`, shorter in proportion.
         codec_calls: codec calls that may be enqueued, or on their way to the host, at a time; at most 16. Only calls
             for first chunks are enqueued behind another one.
         overlap: frames and codec calls run at the same time, the codec first; False: one after the other.
@@ -75,7 +74,7 @@ class EngineConfig:
     frames_per_launch: int = 1
     max_in_flight: int = 2
     max_waiting: int = 256
-    prefill_batch: int = 4
+    prefill_batch: int = 8
     prefill_wait_ms: float = 12.0
     codec_slots: int | None = None
     slot_policy: str = "queue"
@@ -85,8 +84,7 @@ class EngineConfig:
     largest_chunk: int = 15
     chunk_wait_ms: float = 200.0
     chunk_lead_ms: float = 80.0
-    final_wait_ms: float = 40.0
-    join_fraction: float = 0.75
+    final_wait_ms: float = 80.0
     codec_calls: int = 2
     overlap: bool = True
     max_pending_frames: int = 64
@@ -107,7 +105,6 @@ class EngineConfig:
             "rows": BUCKETS[-1],
             "prefill_batch": PREFILL_ROWS[-1],
             "codec_calls": _MOST_CALLS,
-            "join_fraction": 1,
         }
         for name, most in limits.items():
             if getattr(self, name) > most:
