@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default=EngineConfig.mode, help="of the engine (default: %(default)s)")
     parser.add_argument("--config", type=Path, metavar="TOML", help="settings of the engine, instead of --mode")
     parser.add_argument("--seconds", type=positive, default=10, help="length of a measurement (default: 10)")
-    parser.add_argument("--warm-seconds", type=positive, default=2, help="load ahead of it (default: 3)")
+    parser.add_argument("--warm-seconds", type=positive, default=2, help="load ahead of it (default: 2)")
     parser.add_argument("--clone", action="store_true", help="3 s of reference audio in each request, half of it known")
     parser.add_argument("--size", choices=SIZES, default="full", help="of the random model, without --model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the engine's own")
