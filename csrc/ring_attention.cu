@@ -15,11 +15,9 @@ namespace moss {
 namespace {
 
 constexpr char kOp[] = "ring_attention";
-constexpr int kShortTokens = 32;  // of a chunk for any number of rows
+constexpr int kShortTokens = 32;       // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
-// Small blocks, six to eight of them on a multiprocessor: while some wait for what depends on the slot, others read.
-constexpr int kWarps = 2, kThreads = 32 * kWarps;
-constexpr int kDepth = 2;  // tiles of a warp that are on their way at once
+constexpr int kMultiprocessors = 132;
 
 // The chunk of one head, rotated, in shared memory.
 template <int TOKENS>
@@ -28,7 +26,7 @@ struct Chunk {
 
   __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid) {
     const int width = params.heads * kHeadDim;
-    for (int i = threadIdx.x; i < TOKENS * kPieces; i += kThreads) {
+    for (int i = threadIdx.x; i < TOKENS * kPieces; i += blockDim.x) {
       const int token = i / kPieces, piece = i % kPieces;
       uint4 q = {}, k = {}, v = {};
       if (token < valid) {
@@ -61,14 +59,13 @@ struct Chunk {
   }
 };
 
-// QUERY_TILES: of 16 tokens.
-template <int QUERY_TILES>
-__global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 8 : 6)
-    ring_attention_kernel(const RingAttentionParams params) {
-  constexpr int kTokens = QUERY_TILES * kTileQueries;
+// QUERY_TILES: of 16 tokens. DEPTH: tiles of a warp that are on their way at once. BLOCKS: on a multiprocessor.
+template <int QUERY_TILES, int WARPS, int DEPTH, int BLOCKS>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
+  constexpr int kTokens = QUERY_TILES * kTileQueries, kThreads = 32 * WARPS;
   extern __shared__ KeySlot slots[];
   __shared__ Chunk<kTokens> chunk;
-  __shared__ float2 sums[kWarps][kTokens];  // highest score and total of the weights
+  __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
@@ -93,29 +90,29 @@ __global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 8 : 6)
 
   // One group of copies for each tile of this warp, also where there is none, so that their number says what is there.
   const auto copy = [&](int index) {
-    if (index < ring_tiles) ring.copy(slots[index % (kWarps * kDepth)], index, lane);
+    if (index < ring_tiles) ring.copy(slots[index % (WARPS * DEPTH)], index, lane);
     copy_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i < kDepth; ++i)
-    copy(warp + i * kWarps);
+  for (int i = 0; i < DEPTH; ++i)
+    copy(warp + i * WARPS);
   chunk.load(params, row, head, valid);
   __syncthreads();
 
   Softmax softmax[QUERY_TILES];
 #pragma unroll 1
-  for (int index = warp; index < tiles; index += kWarps) {
+  for (int index = warp; index < tiles; index += WARPS) {
     const bool own = index >= ring_tiles;
     const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
     KeyTile tile;
-    copy_async_wait<kDepth - 1>();
+    copy_async_wait<DEPTH - 1>();
     __syncwarp();
     if (own)
       chunk.tile(tile, index - ring_tiles, group, quarter);
     else
-      slots[index % (kWarps * kDepth)].load(tile, group, quarter);
+      slots[index % (WARPS * DEPTH)].load(tile, group, quarter);
     __syncwarp();
-    copy(index + kWarps * kDepth);
+    copy(index + WARPS * DEPTH);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
       float score[2][4] = {};
@@ -157,10 +154,10 @@ __global__ void __launch_bounds__(kThreads, QUERY_TILES == 1 ? 8 : 6)
       if (token < valid) {
         float highest = kLowest, total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w)
+        for (int w = 0; w < WARPS; ++w)
           highest = fmaxf(highest, sums[w][token].x);
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
+        for (int w = 0; w < WARPS; ++w) {
           const float weight = exp2_approx(sums[w][token].x - highest);
           const float4 x = partial(w)[local * (kHeadDim / 4) + part];
           total += weight * sums[w][token].y;
@@ -209,15 +206,24 @@ MossStatus check(const RingAttentionParams& params) {
   return status;
 }
 
-template <int QUERY_TILES>
+template <int QUERY_TILES, int WARPS, int DEPTH, int BLOCKS>
 MossStatus launch(const RingAttentionParams& params) {
-  auto* kernel = ring_attention_kernel<QUERY_TILES>;
+  auto* kernel = ring_attention_kernel<QUERY_TILES, WARPS, DEPTH, BLOCKS>;
   const int tiles = (params.window + kTileKeys - 2) / kTileKeys;
-  const int shared = std::clamp(tiles, kWarps, kWarps * kDepth) * static_cast<int>(sizeof(KeySlot));
+  const int shared = std::clamp(tiles, WARPS, WARPS * DEPTH) * static_cast<int>(sizeof(KeySlot));
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
-  return launch_kernel(kOp, kernel, params, dim3(params.heads, params.batch), dim3(kThreads), shared);
+  return launch_kernel(kOp, kernel, params, dim3(params.heads, params.batch), dim3(32 * WARPS), shared);
+}
+
+// Small blocks, several of them on a multiprocessor: while some wait for what depends on the slot, others read. Where
+// not all blocks run at once they are smaller still, so that more of them do.
+MossStatus dispatch(const RingAttentionParams& params) {
+  const int64_t count = static_cast<int64_t>(params.batch) * params.heads;
+  if (params.tokens <= kTileQueries)
+    return count <= 4 * kMultiprocessors ? launch<1, 4, 3, 4>(params) : launch<1, 2, 2, 8>(params);
+  return count <= 3 * kMultiprocessors ? launch<2, 4, 3, 3>(params) : launch<2, 2, 2, 6>(params);
 }
 
 }  // namespace
@@ -233,5 +239,5 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (params->tokens > kShortTokens)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `tokens` must be at most %d for so many rows, got %d", kOp,
                      kShortTokens, params->tokens);
-  return params->tokens <= kTileQueries ? launch<1>(*params) : launch<2>(*params);
+  return dispatch(*params);
 }

@@ -144,7 +144,7 @@ __device__ __forceinline__ RingPlace guess_place(const RingAttentionParams& para
 // What the ring of a head holds, into L2, if there is room for those of all rows: else they would push each other out.
 __device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, const RingPlace& guess, int head) {
   const int64_t ring = (guess.slot * params.heads + head) * params.capacity * kHeadDim;
-  constexpr int64_t kRoom = 24 << 20;
+  constexpr int64_t kRoom = 32 << 20;
   if (int64_t{params.batch} * params.heads * params.capacity * kHeadDim * 2 * sizeof(bf16) > kRoom) return;
   const int count = static_cast<int>(guess.start < params.capacity ? guess.start : params.capacity);
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
