@@ -4,15 +4,13 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
-#include <atomic>
 #include <limits>
 
 #include "checks.h"
-#include "device/bulk_copy.cuh"
 #include "device/mma.cuh"
-#include "device/wgmma.cuh"
-#include "device/wgmma_swizzled.cuh"
+#include "device/tile_product.cuh"
 #include "launch.h"
+#include "tensor_map.h"
 
 namespace moss {
 namespace {
@@ -20,39 +18,11 @@ namespace {
 using bf16 = __nv_bfloat16;
 
 constexpr char kOp[] = "prefill_linear";
-constexpr int kGroupRows = 64;  // of a consumer
-constexpr int kStep = 64;       // columns of a stage: 128 bytes, as wide as the swizzle
-constexpr int kSharedBytes = 227 * 1024, kBarrierBytes = 1024, kAlignment = 1024;
 
 // What the kernel reads: the caller's parameters, the tensors as the copy engine sees them, and counts.
 struct Arguments : PrefillLinearParams {
   CUtensorMap x_map, weight_map;
   int row_tiles, column_tiles, tiles, steps;  // `steps`: of a slice
-};
-
-// A place in the ring of stages, and the parity of its barriers there.
-template <int STAGES>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
-template <int N, int CONSUMERS>
-struct Shared {
-  static constexpr int kRows = kGroupRows * CONSUMERS, kRowBytes = kRows * kStep * 2;
-  static constexpr int kStageBytes = kRowBytes + N * kStep * 2;
-  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment) / kStageBytes;
-  static constexpr int kBytes = kStages * kStageBytes + kBarrierBytes + kAlignment;
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t rows(int stage) const { return base + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kRowBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 16 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
 // First row and column of a tile, and its slice of K if slices are kept apart. Neighbours share their weights.
@@ -68,15 +38,6 @@ struct Tile {
   }
 };
 
-__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
-                                            uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          destination),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
 template <int N, int CONSUMERS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
   Ring<shared.kStages> ring;
@@ -91,43 +52,6 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CO
       tensor_load(shared.weights(ring.stage), arguments.weight_map, step * kStep, tile.column, full);
     }
   }
-}
-
-// The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
-template <int N, int CONSUMERS>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS> shared,
-                                         Ring<Shared<N, CONSUMERS>::kStages>& ring, int steps, int group, bool wanted) {
-  uint32_t previous = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    const uint32_t a = swizzled_descriptor(shared.rows(ring.stage) + group * kGroupRows * kStep * 2);
-    const uint32_t b = swizzled_descriptor(shared.weights(ring.stage));
-    barrier_wait(shared.full(ring.stage), ring.parity);
-    if (wanted) {
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) wgmma_swizzled(sum, a + 2 * k, b + 2 * k, step | k);
-      wgmma_commit();
-      wgmma_wait<1>();
-    }
-    if (step > 0 && threadIdx.x % 32 == 0) barrier_arrive(previous);
-    previous = shared.empty(ring.stage);
-  }
-  wgmma_wait<0>();
-  if (threadIdx.x % 32 == 0) barrier_arrive(previous);
-}
-
-// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const bool upper = threadIdx.x & bit;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
-      (upper ? words[i] : words[i | bit]) = got;
-    }
 }
 
 // As the Triton kernel for few rows computes it, to the bit.
@@ -253,15 +177,9 @@ template <int N, PrefillLinearMode MODE, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     prefill_linear_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Shared<N, CONSUMERS> shared{(shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1)};
+  const Shared<N, CONSUMERS> shared{aligned_address(memory)};
   cudaTriggerProgrammaticLaunchCompletion();
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < shared.kStages; ++stage) {
-      barrier_init(shared.full(stage), 1);
-      barrier_init(shared.empty(stage), 4 * CONSUMERS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   cudaGridDependencySynchronize();
   if (threadIdx.x < 128) {
@@ -273,39 +191,6 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
   }
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// A driver's function, so that the library needs no libcuda to load.
-MossStatus find_encode(Encode* encode) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const auto error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  *encode = reinterpret_cast<Encode>(found);
-  if (error == cudaSuccess && found == nullptr)
-    return set_error(MOSS_ERROR_NO_DEVICE, "`%s`: the driver has no cuTensorMapEncodeTiled", kOp);
-  return check_cuda(error, kOp, "cudaGetDriverEntryPointByVersion");
-}
-
-// A row-major bf16 matrix, for boxes of `box_rows` rows and kStep columns; what a box has beyond it is zero.
-MossStatus make_map(CUtensorMap* map, const void* pointer, int rows, int columns, int box_rows) {
-  static std::atomic<Encode> known{nullptr};
-  Encode encode = known;
-  if (encode == nullptr) {
-    const MossStatus status = find_encode(&encode);
-    if (status != MOSS_OK) return status;
-    known = encode;
-  }
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t stride[] = {sizes[0] * 2};
-  const cuuint32_t box[] = {kStep, static_cast<cuuint32_t>(box_rows)}, ones[] = {1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(pointer), sizes, stride,
-                                 box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return MOSS_OK;
-  return set_error(MOSS_ERROR_CUDA, "`%s`: cuTensorMapEncodeTiled failed with %d", kOp, static_cast<int>(result));
-}
-
 template <int N, PrefillLinearMode MODE, int CONSUMERS>
 MossStatus launch(const PrefillLinearParams& params, int tiles, int multiprocessors) {
   using Memory = Shared<N, CONSUMERS>;
@@ -315,8 +200,8 @@ MossStatus launch(const PrefillLinearParams& params, int tiles, int multiprocess
   arguments.column_tiles = (params.outputs + N - 1) / N;
   arguments.tiles = tiles;
   arguments.steps = params.inputs / params.slices / kStep;
-  MossStatus status = make_map(&arguments.x_map, params.x, params.rows, params.inputs, Memory::kRows);
-  if (status == MOSS_OK) status = make_map(&arguments.weight_map, params.weight, params.outputs, params.inputs, N);
+  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Memory::kRows);
+  if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
   const auto kernel = prefill_linear_kernel<N, MODE, CONSUMERS>;
   if (status == MOSS_OK)
     status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes), kOp,

@@ -1,0 +1,104 @@
+// Products of tiles that the copy engine brings into a ring of stages: the parts of a kernel in which one thread loads
+// and warpgroups, the consumers, multiply 64 rows each by N rows of weights.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/bulk_copy.cuh"
+#include "device/wgmma.cuh"
+#include "device/wgmma_swizzled.cuh"
+
+namespace moss {
+
+constexpr int kGroupRows = 64;  // of a consumer
+constexpr int kStep = 64;       // columns of a stage: 128 bytes, as wide as the swizzle
+constexpr int kSharedBytes = 227 * 1024, kBarrierBytes = 1024, kAlignment = 1024;
+
+// A place in the ring of stages, and the parity of its barriers there.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Shared memory of a block: stages of CONSUMERS times kGroupRows rows and N rows of weights, with two barriers each.
+template <int N, int CONSUMERS>
+struct Shared {
+  static constexpr int kRows = kGroupRows * CONSUMERS, kRowBytes = kRows * kStep * 2;
+  static constexpr int kStageBytes = kRowBytes + N * kStep * 2;
+  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment) / kStageBytes;
+  static constexpr int kBytes = kStages * kStageBytes + kBarrierBytes + kAlignment;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t rows(int stage) const { return base + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kRowBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+
+  // By one thread, ahead of a barrier of the block.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(full(stage), 1);
+      barrier_init(empty(stage), 4 * CONSUMERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// Of the first byte of dynamic shared memory that a stage may begin at.
+__device__ __forceinline__ uint32_t aligned_address(const void* memory) {
+  return (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
+}
+
+__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          destination),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
+template <int N, int CONSUMERS>
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS> shared,
+                                         Ring<Shared<N, CONSUMERS>::kStages>& ring, int steps, int group, bool wanted) {
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    const uint32_t a = swizzled_descriptor(shared.rows(ring.stage) + group * kGroupRows * kStep * 2);
+    const uint32_t b = swizzled_descriptor(shared.weights(ring.stage));
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    if (wanted) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) wgmma_swizzled(sum, a + 2 * k, b + 2 * k, step | k);
+      wgmma_commit();
+      wgmma_wait<1>();
+    }
+    if (step > 0 && threadIdx.x % 32 == 0) barrier_arrive(previous);
+    previous = shared.empty(ring.stage);
+  }
+  wgmma_wait<0>();
+  if (threadIdx.x % 32 == 0) barrier_arrive(previous);
+}
+
+// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = threadIdx.x & bit;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
+      (upper ? words[i] : words[i | bit]) = got;
+    }
+}
+
+}  // namespace moss
