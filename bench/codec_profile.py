@@ -131,7 +131,8 @@ def _print_tiles_of(name: str, m: int, n: int, k: int, weights: list[dict]) -> N
         tiles = [tile for tile, works in zip(tiles, pool.map(compiled, tiles), strict=True) if works]
     for tile in tiles:
         times[tuple(tile)] = measured(codec_linear_triton, tile=tile)
-    if cuda_kernel.takes(x, weights[0]["weight"], weights[0].get("norm_weight")):
+    parts = weights[0]
+    if cuda_kernel.takes(x, parts["weight"], parts.get("norm_weight"), name == "linear1", parts.get("scale"), out):
         times["cuda"] = measured(cuda_kernel.codec_linear_cuda)
     floor = max(2 * (n * k + m * k + m * n) / 4.25e12, 2 * m * n * k / 775e12) * 1e6
     print(f"{name} M={m} N={n} K={k}: floor {floor:.2f}, chosen {times[tuple(chosen)]:.2f} us")

@@ -291,8 +291,8 @@ MossStatus dispatch(const CodecLinearParams& params) {
   return launch<1, 20, false, bf16>(params);
 }
 
-// What the kernel of clusters asks for beside the rest.
-MossStatus check_clusters(const CodecLinearParams& params) {
+// What the kernels of tiles ask for beside the rest.
+MossStatus check_tile(const CodecLinearParams& params) {
   MossStatus status = check_range(kOp, "slices", params.slices, 1, 8);
   if (status != MOSS_OK) return status;
   const int slice = kClusterStep * params.slices;
@@ -324,7 +324,7 @@ MossStatus check(const CodecLinearParams& params) {
   if (status == MOSS_OK) status = check_pointer(kOp, "norm_sums", params.norm_sums, 8, params.norm_weight == nullptr);
   if (status == MOSS_OK) status = check_pointer(kOp, "scale", params.scale, 4, true);
   if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 8);
-  if (status == MOSS_OK && params.tile_columns > 0) status = check_clusters(params);
+  if (status == MOSS_OK && params.tile_columns > 0) status = check_tile(params);
   return status;
 }
 
@@ -337,5 +337,6 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
+  if (params->tile_columns >= kWideColumns) return launch_tiles(*params);
   return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);
 }

@@ -8,7 +8,10 @@ namespace moss {
 constexpr int kClusterStep = 64;  // inputs of a step; a slice is some of them
 constexpr int kClusterMaxRows = 1 << 20;
 
+constexpr int kWideColumns = 96;  // tiles of so many outputs or more are those of launch_tiles
+
 // For arguments that have been checked, by the tile that they name.
 MossStatus launch_clusters(const CodecLinearParams& params);
+MossStatus launch_tiles(const CodecLinearParams& params);
 
 }  // namespace moss

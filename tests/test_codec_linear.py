@@ -17,7 +17,7 @@ from moss_kernels.codec_linear import (
     scratch_size,
     triton_kernel,
 )
-from moss_kernels.codec_linear.tiles import Tile, candidates, clusters, tile_for
+from moss_kernels.codec_linear.tiles import WIDE_COLUMNS, Tile, candidates, cluster_for, clusters, tile_for, wide_tile
 from moss_kernels.testing.compare import require_same_replays
 
 KINDS = ["plain", "norm", "norm_gelu", "scale"]
@@ -157,6 +157,16 @@ def test_measured_sizes_have_a_tile_for_every_number_of_rows():
         assert set(tiles) - set(candidates(torch.bfloat16)) <= {Tile("library")}
 
 
+def test_wide_tiles_waste_few_rounds():
+    """The multiprocessors have work in most of the rounds' places, in the calls that decide the throughput."""
+    for m, n, k in ((1536, 3072, 768), (3072, 768, 3072), (6144, 3072, 768), (6144, 768, 3072)):
+        tile = wide_tile(m, n, k)
+        rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
+        assert m * n >= 0.9 * rounds * 132 * tile.rows * tile.columns, tile
+        assert cluster_for(m, n, k) == tile
+    assert cluster_for(6144, 100, 768) is None
+
+
 TILES = {
     "stream": Tile("stream", 16, 16, 16, 4, 2),
     "tile": Tile("tile", 16, 16, 32, 4, 2),
@@ -232,7 +242,8 @@ def test_bf16_is_as_close_as_eager_modules(moss_library, kind, n, k, m, stream):
     arguments = make_arguments(kind, m, n, k, dtype=torch.bfloat16, stream=stream, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
     implementations = [triton_kernel.codec_linear_triton, triton_kernel.codec_linear_library]
-    if cuda_kernel.takes(arguments["x"], arguments["weight"], arguments.get("norm_weight")):
+    names = ("x", "weight", "norm_weight", "gelu", "scale", "out")
+    if cuda_kernel.takes(*(arguments.get(name) for name in names)):
         implementations.append(cuda_kernel.codec_linear_cuda)
     for implementation in implementations:
         copy = arguments | {"out": arguments["out"].clone()}
@@ -256,7 +267,19 @@ def test_every_tile(kind, tile):
 @pytest.mark.parametrize("cluster", clusters(), ids=str)
 def test_every_cluster(moss_library, monkeypatch, kind, cluster):
     """Uneven in rows and columns, and more steps than a block has stages."""
-    arguments = make_arguments(kind, 147, 300, 128 * 64, dtype=torch.bfloat16, device="cuda")
+    arguments = make_arguments(kind, 147, 304, 128 * 64, dtype=torch.bfloat16, device="cuda")
+    exact, eager = reference(arguments, torch.float64), reference(arguments)
+    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    cuda_kernel.codec_linear_cuda(*positional(arguments))
+    assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cluster", [cluster for cluster in clusters() if cluster.columns >= WIDE_COLUMNS], ids=str)
+@pytest.mark.parametrize("k", [64, 384])
+def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, cluster, k):
+    arguments = make_arguments(kind, 9000, 776, k, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
     monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
     cuda_kernel.codec_linear_cuda(*positional(arguments))

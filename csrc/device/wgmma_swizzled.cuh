@@ -38,6 +38,14 @@ __device__ __forceinline__ void wgmma_swizzled(float (&d)[40], uint32_t a, uint3
       : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
 }
 
+__device__ __forceinline__ void wgmma_swizzled(float (&d)[48], uint32_t a, uint32_t b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %50, 0; mov.b64 a, {%48, %51}; mov.b64 b, {%49, %51}; "
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_48 "}, a, b, p, 1, 1, 0, 0; }"
+      : MOSS_WGMMA_SUMS_48
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
+}
+
 __device__ __forceinline__ void wgmma_swizzled(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
   asm volatile(
       "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %66, 0; mov.b64 a, {%64, %67}; mov.b64 b, {%65, %67}; "

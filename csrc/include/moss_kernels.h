@@ -393,9 +393,9 @@ typedef struct CodecLinearParams {
   const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
-  int32_t tile_rows;    /* of the tile of a cluster of blocks, with the next two; codec_linear_cluster.cu lists the tiles */
-  int32_t tile_columns; /* 0: no clusters. With them no norm, x bf16, N a multiple of 4, K of 64 * slices, `out`
-                           aligned to 16 bytes */
+  int32_t tile_rows;    /* of a tile, with the next two; codec_linear_cluster.cu and codec_linear_tiles.cu list the tiles */
+  int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 4, K of 64 * slices, `out` aligned to 16
+                           bytes; with 96 or more N a multiple of 8, out bf16, and not both GELU and scale */
   int32_t slices;       /* of the inputs, one for each block of a cluster */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;

@@ -67,9 +67,10 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    few = cuda_kernel.takes(*arguments[:3])
-    backends = ("cuda", "triton", "reference") if few else ("triton", "reference")
-    backend = _library.backend_for(_OP, backends, arguments[0].device)
+    x, weight, norm_weight, _, _, gelu, scale, _, out = arguments
+    taken = cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out)
+    backends = ("cuda", "triton", "reference") if taken else ("triton", "reference")
+    backend = _library.backend_for(_OP, backends, x.device)
     if backend == "cuda":
         implementation = cuda_kernel.codec_linear_cuda
     elif backend == "triton":

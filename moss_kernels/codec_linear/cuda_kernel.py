@@ -1,4 +1,4 @@
-"""`codec_linear` for up to a few hundred rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`codec_linear` in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import Cluster, cluster_for
+from .tiles import WIDE_COLUMNS, Cluster, cluster_for
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -40,17 +40,29 @@ class CodecLinearParams(ctypes.Structure):
     )
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None) -> bool:
-    """Whether there is a kernel for these sizes and dtypes."""
+def takes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    gelu: bool,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> bool:
+    """Whether there is a kernel for these sizes, dtypes and parts."""
     m, (n, k) = x.shape[0], weight.shape
     few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
     few &= weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
-    return few or _cluster(x, weight) is not None
+    return few or _cluster(x, weight, gelu, scale, out) is not None
 
 
-def _cluster(x: torch.Tensor, weight: torch.Tensor) -> Cluster | None:
+def _cluster(
+    x: torch.Tensor, weight: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor
+) -> Cluster | None:
     both = x.dtype == weight.dtype == torch.bfloat16
-    return cluster_for(x.shape[0], *weight.shape) if both else None
+    cluster = cluster_for(x.shape[0], *weight.shape) if both else None
+    if cluster is None or cluster.columns < WIDE_COLUMNS:
+        return cluster
+    return cluster if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
 
 
 @cache
@@ -82,7 +94,7 @@ def codec_linear_cuda(
         return None if tensor is None else tensor.data_ptr()
 
     m, (n, k) = x.shape[0], weight.shape
-    cluster = _cluster(x, weight)
+    cluster = _cluster(x, weight, gelu, scale, out)
     tile_rows, tile_columns, slices = cluster or (0, 0, 0)
     if cluster and norm_weight is not None:
         from .row_kernels import layer_norm

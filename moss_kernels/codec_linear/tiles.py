@@ -1,5 +1,6 @@
 """Which kernel and which tile of the output `codec_linear` uses: tables, so that nothing is tuned at run time."""
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Of the CUDA C++ kernel for more than a few rows: rows and columns of a tile, and blocks that share its inputs."""
+    """Of CUDA C++ kernels for more than a few rows: rows and columns of a tile, and blocks that share its inputs."""
 
     rows: int
     columns: int
@@ -128,16 +129,40 @@ _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, Cluster], ...]] = {
     ),
 }
 
+# Tiles of so many columns or more are those of the kernel for many rows.
+WIDE_COLUMNS = 96
+_WIDE = tuple(Cluster(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
+# From how many rows they win, for weights [N, K].
+_WIDE_LEAST_ROWS = {(2304, 768): 3500, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
+
 
 def cluster_for(m: int, n: int, k: int) -> Cluster | None:
     """The cluster for m rows of bfloat16 weights [n, k], if one is best."""
+    if m >= _WIDE_LEAST_ROWS.get((n, k), m + 1):
+        return wide_tile(m, n, k)
     choices = _CLUSTERS.get((n, k), ())
     return next((cluster for least, most, cluster in choices if least <= m <= most), None)
 
 
+@cache
+def wide_tile(m: int, n: int, k: int) -> Cluster:
+    """The wide tile that takes the least time for m rows of weights [n, k], on the 132 multiprocessors of an H200.
+
+    Cycles of a tile, fitted to measurements: 2 for each 64 products of a row and a column in steps of 64 inputs, those
+    of its loads, and what follows the products.
+    """
+
+    def time(tile: Cluster) -> float:
+        rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
+        steps, area = k / 64, tile.rows * tile.columns / 64
+        return rounds * (area * (2 * steps + 8) + 0.3 * (tile.rows + tile.columns) * steps + 5000)
+
+    return min(_WIDE, key=time)
+
+
 def clusters() -> tuple[Cluster, ...]:
     """All in use."""
-    return tuple(dict.fromkeys(cluster for choices in _CLUSTERS.values() for _, _, cluster in choices))
+    return (*dict.fromkeys(cluster for choices in _CLUSTERS.values() for _, _, cluster in choices), *_WIDE)
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:
