@@ -118,8 +118,9 @@ def codec_linear(
 ) -> None:
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
 
-    The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf). Sums and everything after the product are
-    float32; an implementation may round less often than eager modules, never more. A bfloat16 product takes its input
+    The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
+    3e-4 |x|, an eighth of that rounding. Sums and everything after the product are float32; an implementation may round
+    less often than eager modules, never more. A bfloat16 product takes its input
     rounded to bfloat16: `x` times `norm_weight`, or the normalised `x`. The result of a row depends on the number of
     rows in its last bits.
 
