@@ -1,21 +1,23 @@
 // moss_paged_attention: blocks share the splits of each row and key head; what one does is device/paged_attention.cuh.
 #include "checks.h"
+#include "device/bulk_copy.cuh"
 #include "device/mma.cuh"
 #include "launch.h"
 
 namespace moss::paged {
 
-template <int STRIDE>
-__device__ __forceinline__ void load_four(uint4 (&x)[4], const void* pointer) {
-  asm volatile(
-      "ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%16];\n"
-      "ld.global.cg.v4.u32 {%4, %5, %6, %7}, [%16 + %17];\n"
-      "ld.global.cg.v4.u32 {%8, %9, %10, %11}, [%16 + %18];\n"
-      "ld.global.cg.v4.u32 {%12, %13, %14, %15}, [%16 + %19];"
-      : "=r"(x[0].x), "=r"(x[0].y), "=r"(x[0].z), "=r"(x[0].w), "=r"(x[1].x), "=r"(x[1].y), "=r"(x[1].z),
-        "=r"(x[1].w), "=r"(x[2].x), "=r"(x[2].y), "=r"(x[2].z), "=r"(x[2].w), "=r"(x[3].x), "=r"(x[3].y),
-        "=r"(x[3].z), "=r"(x[3].w)
-      : "l"(pointer), "n"(STRIDE), "n"(2 * STRIDE), "n"(3 * STRIDE));
+__device__ __forceinline__ void copies_begin(uint64_t* barrier) {
+  barrier_init(shared_address(barrier), 1);
+  fence_async();
+}
+
+__device__ __forceinline__ void copy_start(void* shared, const void* pointer, int bytes, uint64_t* barrier) {
+  barrier_expect(shared_address(barrier), bytes);
+  bulk_load(shared_address(shared), pointer, bytes, shared_address(barrier), policy_evict_first());
+}
+
+__device__ __forceinline__ void copy_wait(uint64_t* barrier, uint32_t parity) {
+  barrier_wait(shared_address(barrier), parity);
 }
 
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
@@ -30,6 +32,8 @@ __device__ __forceinline__ int arrive(int32_t* counter) {
   return before;
 }
 
+__device__ __forceinline__ void launch_dependents() { cudaTriggerProgrammaticLaunchCompletion(); }
+
 }  // namespace moss::paged
 
 #include "device/paged_attention.cuh"
@@ -41,39 +45,13 @@ constexpr char kOp[] = "paged_attention";
 constexpr int kBlocksPerMultiprocessor = 4;
 // What the multiprocessors hold at once; more parts only wait for each other.
 constexpr int64_t kEnoughBlocks = 512;
-constexpr int kPrefetchedTiles = 2;
+constexpr int kShared = sizeof(paged::Shared);
 
-// A block's first tiles into L2. The row, its length and its pages may be stale here: they are hints, and checked.
-__device__ __forceinline__ void prefetch_tiles(const PagedAttentionParams& params) {
-  const int lane = threadIdx.x % 32;
-  const auto read = [](const int32_t* pointer) { return *static_cast<const volatile int32_t*>(pointer); };
-  const int64_t row = read(params.row_map + blockIdx.y);
-  if (row < 0 || row >= params.pool_rows) return;
-  const int stored = min(max(read(params.positions + row), 0), params.table_pages * params.page_size);
-  paged::Walk walk = {static_cast<int>(blockIdx.z), 31 - __clz(gridDim.z), static_cast<int>(threadIdx.x / 32)};
-  walk.set_length(stored);
-  const paged::Pages pages = paged::Pages::of(params, row, blockIdx.x);
-  for (int step = 0; step < min(walk.steps(), kPrefetchedTiles); ++step) {
-    const int token = walk.token(step) + lane / 2;  // a line of 128 bytes is half a token
-    const int page = token < stored ? read(pages.table + (token >> pages.size_log2)) : -1;
-    if (page >= 0 && page < params.pages) {
-      const int64_t place = pages.place(page, token) + lane % 2 * paged::kHalf;
-      prefetch_l2(pages.keys + place);
-      prefetch_l2(pages.values + place);
-    }
-  }
-}
-
-template <bool DEPENDENT>
 __global__ void __launch_bounds__(paged::kThreads, kBlocksPerMultiprocessor)
     paged_attention_kernel(const PagedAttentionParams params) {
-  __shared__ paged::Shared shared;
-  if constexpr (DEPENDENT) {
-    // Lets the next kernel start at its end, and not before: blocks that wait would take the place of these.
-    prefetch_tiles(params);
-    cudaGridDependencySynchronize();
-  }
-  paged::attend(params, shared, threadIdx.x, blockIdx.x, blockIdx.y, blockIdx.z, 31 - __clz(gridDim.z));
+  extern __shared__ __align__(128) uint8_t memory[];
+  paged::attend(params, *reinterpret_cast<paged::Shared*>(memory), threadIdx.x, blockIdx.x, blockIdx.y, blockIdx.z,
+                31 - __clz(gridDim.z), [] { cudaGridDependencySynchronize(); });
 }
 
 MossStatus check_power_of_two(const char* name, int value) {
@@ -92,6 +70,8 @@ MossStatus check(const PagedAttentionParams& params) {
   if (status == MOSS_OK) status = check_at_least(kOp, "table_pages", params.table_pages, 1);
   if (status == MOSS_OK) status = check_at_least(kOp, "pool_rows", params.pool_rows, 1);
   if (status == MOSS_OK) status = check_range(kOp, "parts", params.parts, 0, paged::kMaxSplits);
+  if (status == MOSS_OK)
+    status = check_range(kOp, "dependent_launch", params.dependent_launch, 0, MOSS_DEPENDENT_EARLY);
   if (status == MOSS_OK) status = check_power_of_two("parts", params.parts);
   const struct {
     const char* name;
@@ -134,7 +114,10 @@ extern "C" MossStatus moss_paged_attention(const PagedAttentionParams* params) {
   if (status == MOSS_OK && params->batch == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
-  auto* kernel = params->dependent_launch ? paged_attention_kernel<true> : paged_attention_kernel<false>;
+  status =
+      check_cuda(cudaFuncSetAttribute(paged_attention_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
+                 kOp, "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
   const dim3 grid(params->kv_heads, params->batch, parts_of(*params));
-  return launch_kernel(kOp, kernel, *params, grid, dim3(paged::kThreads));
+  return launch_kernel(kOp, paged_attention_kernel, *params, grid, dim3(paged::kThreads), kShared);
 }

@@ -23,7 +23,7 @@ ROWS += [(None, False), (33, False)]
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The op in the emulator, with the keyword arguments `parts` and `order`."""
+    """The op in the emulator, with the keyword arguments `parts`, `order` and `dependent_launch`."""
     library = tmp_path_factory.mktemp("emulated") / "paged_attention.so"
     source = CSRC / "tests" / "paged_attention_emulated.cpp"
     # The fortified longjmp takes a switch of stacks for an error.
@@ -36,8 +36,10 @@ def emulated(tmp_path_factory):
     function.argtypes = [ctypes.POINTER(PagedAttentionParams), ctypes.c_uint32]
     function.restype = ctypes.c_char_p
 
-    def run(*arguments: object, parts: int = 1, order: int = 0) -> None:
-        error = function(ctypes.byref(make_params(*arguments, parts=parts)), order)
+    def run(*arguments: object, parts: int = 1, order: int = 0, dependent_launch: int = 0) -> None:
+        params = make_params(*arguments, parts=parts)
+        params.dependent_launch = dependent_launch
+        error = function(ctypes.byref(params), order)
         assert error is None, error.decode()
 
     return run
@@ -62,7 +64,8 @@ def test_parts_and_orders_do_not_show(emulated):
     token, pages = suite.make_inputs(ROWS, **suite.FULL | {"kv_heads": 2}, dtype=torch.bfloat16)
     expected, written = suite.attend(emulated, token, pages)
     for parts, order in ((1, 1), (1, 2), (2, 0), (4, 1), (8, 2), (16, 3), (16, 4)):
-        out, again = suite.attend(partial(emulated, parts=parts, order=order), token, pages)
+        run = partial(emulated, parts=parts, order=order, dependent_launch=order % 3)
+        out, again = suite.attend(run, token, pages)
         require_equal(f"out of {parts} parts in order {order}", out, expected)
         for name in ("key_pages", "value_pages"):
             require_equal(name, getattr(again, name).nan_to_num(), getattr(written, name).nan_to_num())

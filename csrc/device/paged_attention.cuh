@@ -1,11 +1,14 @@
 // One block of paged_attention: the splits of one row and key head that are its part.
 //
-// A split is 64 tokens, or 64 doubled until 16 of them hold the row. Its tiles of 16 tokens go round the four warps, from
-// global memory straight to the tensor cores: tokens are rows there, the queries of the group columns. Warps, the new
+// A split is 64 tokens, or 64 doubled until 16 of them hold the row. Its tiles of 16 tokens go round the four warps,
+// through shared memory to the tensor cores: tokens are rows there, the queries of the group columns. Warps, the new
 // token and splits are merged in one order, whichever block has computed them.
 //
 // Who includes this provides mma, exp2_approx, pack_bf16 and unpack_bf16 as in mma.cuh, and
-//   void load_four<STRIDE>(uint4 (&x)[4], const void* p)   loads that are STRIDE bytes apart and pass by L1
+//   void copies_begin(uint64_t* barrier)   one lane, before any copy that completes on it
+//   void copy_start(void* shared, const void* p, int bytes, uint64_t* barrier)   one lane, once all have read
+//   void copy_wait(uint64_t* barrier, uint32_t parity)   every lane, for copy number 2n + parity of the barrier
+//   void launch_dependents()   the next kernel may start once all threads of this one have called it or ended
 //   uint32_t transpose(uint32_t x)    of an 8x8 matrix of bf16; thread 4g + t has columns 2t and 2t + 1 of row g
 //   int arrive(int32_t* counter)      adds 1 and returns the value before; releases and acquires, for the whole GPU
 #pragma once
@@ -110,9 +113,14 @@ struct Pages {
   int count, heads, head, size, size_log2;
 
   static __device__ __forceinline__ Pages of(const PagedAttentionParams& params, int64_t row, int head) {
-    return {static_cast<const Bf16Bits*>(params.key_pages), static_cast<const Bf16Bits*>(params.value_pages),
-            params.page_table + row * params.table_pages, params.table_pages, params.kv_heads, head,
-            params.page_size, 31 - __clz(params.page_size)};
+    return {static_cast<const Bf16Bits*>(params.key_pages),
+            static_cast<const Bf16Bits*>(params.value_pages),
+            params.page_table + row * params.table_pages,
+            params.table_pages,
+            params.kv_heads,
+            head,
+            params.page_size,
+            31 - __clz(params.page_size)};
   }
   // Page of a token; anything beyond the table.
   __device__ __forceinline__ int page(int token) const {
@@ -124,28 +132,38 @@ struct Pages {
   }
 };
 
-// What thread 4 * group + quarter of a warp holds of 16 keys and values.
-struct Tile {
-  uint4 key[2][4] = {};    // [i][j]: token group + 8i, dimensions 32j + 8 quarter .. + 7
-  uint4 value[2][4] = {};  // [i][2k + h]: token 2 quarter + k + 8i, dimensions 64h + 8 group .. + 7
+// The tile that a warp waits for or reads. Copied by the copy engine: loads into registers, and asynchronous copies by
+// threads, take up L1 while they are on their way, and a kernel that starts beside another one finds little of it.
+struct alignas(128) WarpTile {
+  uint4 keys[kTile][kHeadDim / 8], values[kTile][kHeadDim / 8];
+};
 
-  __device__ __forceinline__ void load_keys(const Bf16Bits* tile, int group, int quarter) {
-    const Bf16Bits* place = tile + group * kHeadDim + 8 * quarter;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      load_four<32 * sizeof(Bf16Bits)>(key[i], place + 8 * i * kHeadDim);
+// A tile as thread 4 * group + quarter of a warp reads it.
+struct Tile {
+  WarpTile& shared;
+  uint64_t* barriers;  // of its keys, then of its values
+
+  __device__ __forceinline__ void copy_keys(const Bf16Bits* tile, int lane) const {
+    if (lane == 0) copy_start(shared.keys, tile, sizeof(shared.keys), barriers);
   }
-  __device__ __forceinline__ void load_values(const Bf16Bits* tile, int group, int quarter) {
-    const Bf16Bits* place = tile + 2 * quarter * kHeadDim + 8 * group;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      load_four<kHalf * sizeof(Bf16Bits)>(value[i], place + 8 * i * kHeadDim);
+  __device__ __forceinline__ void copy_values(const Bf16Bits* tile, int lane) const {
+    if (lane == 0) copy_start(shared.values, tile, sizeof(shared.values), barriers + 1);
   }
-  // A weight of 0 is not enough: what lies behind the last token may be NaN, or the new token, half stored.
-  __device__ __forceinline__ void clear_values(int tokens, int quarter) {
+  // [i][j]: token group + 8i, dimensions 32j + 8 quarter .. + 7
+  __device__ __forceinline__ void load_keys(uint4 (&key)[2][4], int group, int quarter) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (2 * quarter + i / 2 % 2 + i / 4 * 8 >= tokens) value[i / 4][i % 4] = {};
+      key[i / 4][i % 4] = shared.keys[group + i / 4 * 8][i % 4 * 4 + quarter];
+  }
+  // [4i + 2k + h]: token 2 quarter + k + 8i, dimensions 64h + 8 group .. + 7; 0 from number `tokens` on. A weight of 0 is
+  // not enough: what lies behind the last token may be NaN, or the new token, half stored.
+  __device__ __forceinline__ void load_values(uint4 (&value)[8], int tokens, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = 2 * quarter + i / 2 % 2 + i / 4 * 8;
+      value[i] = shared.values[token][i % 2 * 8 + group];
+      if (token >= tokens) value[i] = {};
+    }
   }
 };
 
@@ -174,8 +192,10 @@ struct Shared {
   float new_score[kMaxGroup];
   // Of each warp, for two splits in turn: the values of each query, then the highest score and the total weight.
   float4 part[2][kWarps][kMaxGroup][kHeadDim / 4 + 1];
-  Merged result[kMaxGroup][32];  // each thread's own: the registers are needed for tiles
-  int pages[kWarps][32];         // of the steps of each warp, 32 at a time
+  Merged result[kMaxGroup][32];  // each thread's own
+  WarpTile tiles[kWarps];
+  uint64_t barriers[kWarps][2];
+  int pages[kWarps][32];  // of the steps of each warp, 32 at a time
   int arrived;
 };
 
@@ -188,21 +208,23 @@ struct Softmax {
   // Scores of the thread's token (see own_token). A product takes 8 tokens and 32 dimensions: rows g and g + 8 of A are
   // the same token, row g with the columns of one half of the dimensions, row g + 8 with those of the other.
   __device__ __forceinline__ static void multiply(float (&score)[2], const Tile& tile, const Shared& shared, int lane) {
+    uint4 keys[2][4];
+    tile.load_keys(keys, lane / 4, lane % 4);
     float part[2][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
       const uint4 query = shared.columns[j / 2][lane];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4& key = tile.key[i % 2][j + i / 2];
+        const uint4& key = keys[i % 2][j + i / 2];
         mma(part[i % 2], key.x, key.y, key.z, key.w, i < 2 ? query.x : query.z, i < 2 ? query.y : query.w);
       }
     }
     const bool upper = lane % 4 >= 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      score[i] = (upper ? part[1][2 + i] : part[0][i]) +
-                 __shfl_xor_sync(kAllLanes, upper ? part[0][2 + i] : part[1][i], 2);
+      score[i] =
+          (upper ? part[1][2 + i] : part[0][i]) + __shfl_xor_sync(kAllLanes, upper ? part[0][2 + i] : part[1][i], 2);
   }
   __device__ __forceinline__ static int own_token(int group, int quarter) { return group + quarter / 2 * 8; }
 
@@ -226,7 +248,7 @@ struct Softmax {
       }
     }
   }
-  __device__ __forceinline__ void add(const float (&weight)[2], const Tile& tile) {
+  __device__ __forceinline__ void add(const float (&weight)[2], const uint4 (&value_of)[8]) {
     // Rows are tokens, columns the queries for the first 8 tokens, then for the others.
     const uint32_t first = transpose(pack_bf16(weight[0], weight[1]));
     const uint32_t second = __shfl_xor_sync(kAllLanes, first, 16);
@@ -235,7 +257,7 @@ struct Softmax {
       const uint32_t* values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        values[i] = reinterpret_cast<const uint32_t*>(&tile.value[i / 2][i % 2 * 2 + h]);
+        values[i] = reinterpret_cast<const uint32_t*>(&value_of[2 * i + h]);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         mma(value[h][j], __byte_perm(values[0][j], values[1][j], 0x5410),
@@ -304,8 +326,8 @@ __device__ __forceinline__ uint32_t& column_pair(Shared& shared, int query, int 
 __device__ __forceinline__ void enter_token(const PagedAttentionParams& params, Shared& shared, const Pages& pages,
                                             const HeadPart& query, const HeadPart& key, const uint2& value,
                                             int position, bool attended, int warp, int lane) {
-  const HeadPart angles = HeadPart::load(static_cast<const Bf16Bits*>(params.cos_sin) +
-                                             static_cast<int64_t>(position) * kHeadDim, lane);
+  const HeadPart angles =
+      HeadPart::load(static_cast<const Bf16Bits*>(params.cos_sin) + static_cast<int64_t>(position) * kHeadDim, lane);
   const HeadPart q = norm_and_rotate(query, HeadPart::load(params.q_norm, lane), angles, params.eps);
   const bool exists = warp < params.group;
   column_pair(shared, warp, lane) = exists ? q.low : 0;
@@ -336,9 +358,9 @@ __device__ __forceinline__ Merged merge_warps(const Shared& shared, int buffer, 
   return merged;
 }
 
-// All splits of the block: into `shared.result` if it has all of the row, otherwise into `partials`. `tile` holds what
-// the first step needs.
-__device__ __forceinline__ void attend_splits(Shared& shared, const Pages& pages, const Walk& walk, Tile& tile,
+// All splits of the block: into `shared.result` if it has all of the row, otherwise into `partials`. The first tile is
+// on its way.
+__device__ __forceinline__ void attend_splits(Shared& shared, const Pages& pages, const Walk& walk,
                                               const Partials& partials, float scale, unsigned thread) {
   const int steps = walk.steps(), stored = walk.stored, queries = partials.queries;
   const bool alone = walk.parts() == 1;
@@ -359,15 +381,20 @@ __device__ __forceinline__ void attend_splits(Shared& shared, const Pages& pages
     const int64_t place = pages.place(shared.pages[warp][next % 32], start);
     const bool more = next < steps && start < stored;
 
+    const Tile tile = {shared.tiles[warp], shared.barriers[warp]};
     float weight[2];
+    if (tokens > 0) copy_wait(tile.barriers, step & 1);
     Softmax::multiply(weight, tile, shared, lane);
-    // What follows hides the time of the next loads; the barrier keeps the compiler from moving them down.
-    if (more) tile.load_keys(pages.keys + place, group, quarter);
+    // What follows hides the time of the next copy.
     __syncwarp();
+    if (more) tile.copy_keys(pages.keys + place, lane);
     softmax.weigh(weight, Softmax::own_token(group, quarter) < tokens, scale);
-    if (tokens < kTile) tile.clear_values(tokens, quarter);
-    softmax.add(weight, tile);
-    if (more) tile.load_values(pages.values + place, group, quarter);
+    uint4 values[8];
+    if (tokens > 0) copy_wait(tile.barriers + 1, step & 1);
+    tile.load_values(values, tokens, group, quarter);
+    softmax.add(weight, values);
+    __syncwarp();
+    if (more) tile.copy_values(pages.values + place, lane);
     if (!walk.ends_split(step)) continue;
 
     softmax.store(shared, buffer, warp, queries, group, quarter);
@@ -399,18 +426,18 @@ __device__ __forceinline__ bool arrives_last(Shared& shared, int32_t* counter, i
   return shared.arrived == blocks - 1;
 }
 
+// `wait` returns when the kernels ahead have ended; every thread calls it.
+template <typename Wait>
 __device__ __forceinline__ void attend(const PagedAttentionParams& params, Shared& shared, unsigned thread, int head,
-                                       int64_t batch_row, int part, int parts_log2) {
-  const int warp = thread / 32, lane = thread % 32, group = lane / 4, quarter = lane % 4;
+                                       int64_t batch_row, int part, int parts_log2, Wait&& wait) {
+  const int warp = thread / 32, lane = thread % 32;
   const int queries = params.group;
   const int64_t row_head = batch_row * params.kv_heads + head;
-  // Loads that wait for nothing come first, then those of the row's pages: what they bring is needed last.
-  const Bf16Bits* token = static_cast<const Bf16Bits*>(params.qkv) +
-                          batch_row * params.kv_heads * (queries + 2) * static_cast<int64_t>(kHeadDim);
-  const HeadPart query = HeadPart::load(token + (head * queries + min(warp, queries - 1)) * kHeadDim, lane);
-  const HeadPart key = HeadPart::load(token + (params.kv_heads * queries + head) * kHeadDim, lane);
-  const uint2 value =
-      __ldcg(reinterpret_cast<const uint2*>(token + (params.kv_heads * (queries + 1) + head) * kHeadDim) + lane);
+  if (lane == 0) copies_begin(&shared.barriers[warp][0]), copies_begin(&shared.barriers[warp][1]);
+  __syncwarp();
+  // The kernel ahead writes `qkv` alone, if the caller says so: the pages are looked up, and asked for, while it ends.
+  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
+  if (!early) wait();
   const int64_t row = __ldcg(params.row_map + batch_row);
   const bool active = params.active[batch_row] != 0;
   const Pages pages = Pages::of(params, row, head);
@@ -420,27 +447,36 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   const int stored = __ldcg(params.positions + row);
   // A branch on `active` alone would be waited for before the row is asked for.
   walk.set_length(active ? stored : 0);
+  const bool works = active && part < walk.splits;
+  if (works) {
+    if (walk.doublings > 0) page_ids = pages.page(walk.token(lane));
+    const Tile tile = {shared.tiles[warp], shared.barriers[warp]};
+    const int start = walk.token(0);
+    const int64_t place = pages.place(__shfl_sync(kAllLanes, page_ids, 0), start);
+    if (start < stored) {
+      tile.copy_keys(pages.keys + place, lane);
+      tile.copy_values(pages.values + place, lane);
+    }
+    shared.pages[warp][lane] = page_ids;
+  }
+  if (early) wait();
   uint2* out = reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.out) + (row_head * queries + warp) * kHeadDim);
-  if (!active) {
-    if (part == 0 && warp < queries) out[lane] = {};
-    return;
-  }
-  if (part >= walk.splits) return;
-  if (walk.doublings > 0) page_ids = pages.page(walk.token(lane));
+  if (!active && part == 0 && warp < queries) out[lane] = {};
+  if (!works) return;
 
-  Tile tile;
-  const int start = walk.token(0);
-  const int64_t place = pages.place(__shfl_sync(kAllLanes, page_ids, 0), start);
-  if (start < stored) {
-    tile.load_keys(pages.keys + place, group, quarter);
-    tile.load_values(pages.values + place, group, quarter);
-  }
-  shared.pages[warp][lane] = page_ids;
+  const Bf16Bits* token = static_cast<const Bf16Bits*>(params.qkv) +
+                          batch_row * params.kv_heads * (queries + 2) * static_cast<int64_t>(kHeadDim);
+  const HeadPart query = HeadPart::load(token + (head * queries + min(warp, queries - 1)) * kHeadDim, lane);
+  const HeadPart key = HeadPart::load(token + (params.kv_heads * queries + head) * kHeadDim, lane);
+  const uint2 value =
+      __ldcg(reinterpret_cast<const uint2*>(token + (params.kv_heads * (queries + 1) + head) * kHeadDim) + lane);
   enter_token(params, shared, pages, query, key, value, stored, walk.has_last_split(), warp, lane);
   __syncthreads();
 
   const Partials partials = {params.partials + row_head * kMaxSplits * queries * (kHeadDim + 2), queries};
-  attend_splits(shared, pages, walk, tile, partials, params.scale, thread);
+  attend_splits(shared, pages, walk, partials, params.scale, thread);
+  // Not earlier: blocks that wait would take the place of those that still have to read.
+  launch_dependents();
   const bool alone = walk.parts() == 1;
   if (!alone && !arrives_last(shared, params.arrived + row_head, walk.parts(), thread)) return;
   if (warp >= queries) return;

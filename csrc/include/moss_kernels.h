@@ -304,6 +304,9 @@ MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, v
 
 /* ---- paged_attention ------------------------------------------------------------------------------------------- */
 
+/* A value of `dependent_launch` below. */
+#define MOSS_DEPENDENT_EARLY 2
+
 /* A new token per row joins the paged cache, and its queries attend over it and all tokens before it; bf16, sums in fp32.
  * Queries and the new key have a root mean square norm for each head and half-split rotation, rounded once. The norms
  * round as eager modules do. A row's result does not depend on the batch; inactive rows give 0 and store nothing. All
@@ -320,7 +323,9 @@ typedef struct PagedAttentionParams {
   int32_t table_pages;  /* N */
   int32_t pool_rows;    /* S+1 */
   int32_t parts;        /* blocks for each row and key head: 1, 2, 4, 8 or 16, with the same results; 0: by the batch */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads);
+                               MOSS_DEPENDENT_EARLY: it reads pages, `page_table`, `positions`, `row_map` and `active`
+                               before it waits; the kernel ahead writes none of them, and waits for those before it */
   float eps;                /* of the norms */
   float scale;              /* of the scores, times log2 e */
   const void* qkv;          /* [B, (H*G + 2*H)*D] queries, keys, values; aligned to 16 bytes */

@@ -71,11 +71,17 @@ inline uint32_t transpose(uint32_t x) {
   return element(2 * quarter) | element(2 * quarter + 1) << 16;
 }
 
-template <int STRIDE>
-void load_four(uint4 (&x)[4], const void* pointer) {
-  for (int i = 0; i < 4; ++i)
-    std::memcpy(&x[i], static_cast<const char*>(pointer) + i * STRIDE, sizeof(uint4));
+// A copy is there at once; the barrier counts copies, so that a wait for another one is an error.
+inline void copies_begin(uint64_t* barrier) { *barrier = 0; }
+inline void copy_start(void* shared, const void* pointer, int bytes, uint64_t* barrier) {
+  std::memcpy(shared, pointer, bytes);
+  ++*barrier;
 }
+inline void copy_wait(uint64_t* barrier, uint32_t parity) {
+  __syncwarp();
+  if (*barrier == 0 || (*barrier - 1) % 2 != parity) std::abort();
+}
+inline void launch_dependents() {}
 
 inline int arrive(int32_t* counter) { return std::exchange(*counter, *counter + 1); }
 
@@ -94,7 +100,7 @@ extern "C" const char* emulate_paged_attention(const PagedAttentionParams* param
     const int head = block / params->parts % params->kv_heads, row = block / params->parts / params->kv_heads;
     std::memset(static_cast<void*>(&shared), 0xff, sizeof(shared));
     const char* error = simt::launch(kThreads, order, [&](int thread) {
-      attend(*params, shared, thread, head, row, part, 31 - __clz(params->parts));
+      attend(*params, shared, thread, head, row, part, 31 - __clz(params->parts), [] {});
     });
     if (error) return error;
   }

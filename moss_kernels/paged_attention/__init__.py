@@ -1,6 +1,7 @@
 """`paged_attention`: a new token per row joins the paged cache and attends over all tokens of its row."""
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from .reference import MAX_SPLITS, paged_attention_reference
 __all__ = ["AttentionScratch", "paged_attention", "paged_attention_reference"]
 
 _OP = "paged_attention"
+_TENSORS = 14  # arguments ahead of `settled`, which the dispatcher may leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ def _check(
     out: torch.Tensor,
     partials: torch.Tensor,
     arrived: torch.Tensor,
+    settled: bool = False,
 ) -> None:
     pages = (key_pages, value_pages, page_table, positions, row_map, active)
     sizes = check_token(_OP, qkv, q_norm, k_norm, cos_sin, *pages, ("out", out))
@@ -73,7 +76,7 @@ def _check(
 
 
 def _reference(*arguments: object) -> None:
-    paged_attention_reference(*arguments[:-2])
+    paged_attention_reference(*arguments[: _TENSORS - 2])
 
 
 def _run_cpu(*arguments: object) -> None:
@@ -87,18 +90,18 @@ def _run_cuda(*arguments: object) -> None:
     backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, key_pages, out) else ("triton", "reference")
     backend = _library.backend_for(_OP, backends, qkv.device)
     if backend == "cuda":
-        implementation = cuda_kernel.paged_attention_cuda
+        implementation = partial(cuda_kernel.paged_attention_cuda, settled=any(arguments[_TENSORS:]))
     elif backend == "triton":
         from .triton_kernel import paged_attention_triton as implementation
     else:
         implementation = _reference
-    implementation(*arguments)
+    implementation(*arguments[:_TENSORS])
 
 
 _library.OPS.define(
     "paged_attention(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos_sin, Tensor(a!) key_pages, "
     "Tensor(b!) value_pages, Tensor page_table, Tensor positions, Tensor row_map, Tensor active, Tensor(c!) out, "
-    "Tensor(d!) partials, Tensor(e!) arrived) -> ()"
+    "Tensor(d!) partials, Tensor(e!) arrived, bool settled=False) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -119,6 +122,8 @@ def paged_attention(
     active: torch.Tensor,
     out: torch.Tensor,
     scratch: AttentionScratch,
+    *,
+    settled: bool = False,
 ) -> None:
     """`kv_append`, and the attention of each row's new token over itself and the tokens before it.
 
@@ -132,6 +137,8 @@ def paged_attention(
             `kv_append`. The new token is stored, and counts as key number positions[row_map[b]].
         out: [B, Hq*D], the dtype of `qkv`, written; 0 in inactive rows.
         scratch: for at least B rows.
+        settled: whether the kernel ahead in the stream writes none of pages, `page_table`, `positions`, `row_map` and
+            `active`, and waits for all kernels before it. Then CUDA C++ may read them while that kernel still runs.
 
     Raises:
         ValueError: A shape, layout or device is wrong; the message names the argument.
@@ -143,4 +150,4 @@ def paged_attention(
     """
     pages = (key_pages, value_pages, page_table, positions, row_map, active)
     scratch_tensors = (scratch.partials, scratch.arrived)
-    torch.ops.moss.paged_attention(qkv, q_norm, k_norm, eps, cos_sin, *pages, out, *scratch_tensors)
+    torch.ops.moss.paged_attention(qkv, q_norm, k_norm, eps, cos_sin, *pages, out, *scratch_tensors, settled)

@@ -12,6 +12,8 @@ from moss_kernels._launch import dependent_launch
 HEAD_DIM = 128
 MIN_PAGE_SIZE = 16
 MAX_GROUP = 4
+# MOSS_DEPENDENT_EARLY of csrc/include/moss_kernels.h.
+_DEPENDENT_EARLY = 2
 
 
 class PagedAttentionParams(ctypes.Structure):
@@ -115,19 +117,21 @@ def make_params(
     )
 
 
-def paged_attention_cuda(*arguments: object, parts: int = 0) -> None:
+def paged_attention_cuda(*arguments: object, settled: bool = False, parts: int = 0) -> None:
     """See `moss_kernels.paged_attention`; for what `takes` allows.
 
-    With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one could
-    have written, hints aside.
+    With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one may
+    have written.
 
     Args:
-        arguments: of the op, in its order.
+        arguments: of the op, in its order, but for the last.
+        settled: of the op; then dependent launch is the default.
         parts: blocks for each row and key head, 1, 2, 4, 8 or 16, with the same results; 0: by the batch.
     """
     params = make_params(*arguments, parts=parts)
     device = arguments[0].device
-    params.dependent_launch = dependent_launch(device)
+    if dependent_launch(device, default=settled):
+        params.dependent_launch = _DEPENDENT_EARLY if settled else 1
     params.stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
         _library.check_status(_function()(ctypes.byref(params)))

@@ -156,7 +156,8 @@ class BackboneStep:
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             rows = (kv.key_pages[index], kv.value_pages[index], kv.page_table, positions, row_map, active)
             backbone_linear(normed, layer.qkv, qkv)
-            paged_attention(qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, *rows, attended, buffers.attention)
+            token = qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin
+            paged_attention(*token, *rows, attended, buffers.attention, settled=True)
             rms_norm(x, self._partials(attended, layer.o), layer.mlp_norm, eps, normed)
             backbone_linear(normed, layer.gate_up, inner, gate_up=True)
             rms_norm(x, self._partials(inner, layer.down), next_norm, eps, normed)
