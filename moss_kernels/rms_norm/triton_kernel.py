@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moss_kernels._launch import dependent_launch
 
-WARPS = 8
+WARPS = 16
 # Up to which dependent launch is the default: the rows of a decode step, between linears that start that way.
 DEPENDENT_ROWS = 128
 
