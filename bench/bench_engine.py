@@ -195,10 +195,10 @@ def save(rows: list[dict[str, object]], options: argparse.Namespace) -> None:
 def cases(mode: str, options: argparse.Namespace) -> list[tuple[str, int]]:
     """Kind ("/cold", "" or "/clone") and clients of each case of a mode that is wanted, in the order of measurement."""
     kinds = [("", n) for n in options.concurrency]
-    if not options.quick:
-        kinds = [("/cold", n) for n in options.concurrency] + kinds
     if mode == "streaming-balanced" and CLONES in options.concurrency:
         kinds.append(("/clone", CLONES))
+    if not options.quick:
+        kinds += [("/cold", n) for n in options.concurrency]
     suffix = MODES[mode] + "/turns" * options.turns
     return [(kind, n) for kind, n in kinds if harness.wanted(f"engine/C{n}{suffix}{kind}", options)]
 
