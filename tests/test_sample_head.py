@@ -58,6 +58,21 @@ def test_bad_arguments_are_named():
         sample_head(hidden[:3], weight, workspace, *draw)
 
 
+def test_what_the_cuda_kernel_takes():
+    hidden, weight = torch.empty(128, HIDDEN), torch.empty(VOCAB, HIDDEN)
+    assert cuda_kernel.takes(hidden, weight) and cuda_kernel.takes(hidden[:0], weight)
+    assert not cuda_kernel.takes(torch.empty(129, HIDDEN), weight)
+    assert not cuda_kernel.takes(hidden, weight[1:]) and not cuda_kernel.takes(hidden[:, :256], weight[:, :256])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "inputs", "vocab"), [(9, 32, 96), (129, HIDDEN, VOCAB)])
+def test_other_sizes_take_the_reference(batch, inputs, vocab):
+    hidden, weight = quarters(batch, inputs, seed=0), quarters(vocab, inputs, seed=1)
+    op = sampler(sample_head, hidden.cuda(), weight.cuda(), sample_head_workspace("cuda"))
+    require_same_draws(op, draws(hidden, weight, 2), "cuda")
+
+
 def test_opcheck():
     hidden, weight = quarters(4, 32, seed=0), quarters(96, 32, seed=1)
     code, status = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)

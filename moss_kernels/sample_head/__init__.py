@@ -5,6 +5,7 @@ import torch
 from moss_kernels import _checks, _library
 from moss_kernels.sample_codebook import check_draw
 
+from . import cuda_kernel
 from .reference import sample_head_reference
 
 __all__ = ["WORKSPACE_BYTES", "sample_head", "sample_head_reference", "sample_head_workspace"]
@@ -41,10 +42,9 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    if _library.backend_for(_OP, ("cuda", "reference"), arguments[0].device) == "cuda":
-        from .cuda_kernel import sample_head_cuda as implementation
-    else:
-        implementation = sample_head_reference
+    backends = ("cuda", "reference") if cuda_kernel.takes(*arguments[:2]) else ("reference",)
+    backend = _library.backend_for(_OP, backends, arguments[0].device)
+    implementation = cuda_kernel.sample_head_cuda if backend == "cuda" else sample_head_reference
     implementation(*arguments)
 
 
@@ -109,7 +109,7 @@ def sample_head(
     Raises:
         ValueError: A shape, range, layout or device is wrong; the message names the argument.
         TypeError: A dtype is wrong.
-        NotImplementedError: MOSS_BACKEND names an implementation that does not work on this device.
+        NotImplementedError: MOSS_BACKEND names an implementation that does not work on this device, or for these sizes.
 
     Graph-safe: yes.
     """

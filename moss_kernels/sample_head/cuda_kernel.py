@@ -8,6 +8,10 @@ import torch
 from moss_kernels import _library
 from moss_kernels.sample_codebook.cuda_kernel import SampleCodebookParams, draw_params
 
+MAX_ROWS = 128
+# [V, K]
+WEIGHT_SHAPE = (1024, 2560)
+
 
 class SampleHeadParams(ctypes.Structure):
     """SampleHeadParams of csrc/include/moss_kernels.h, which says what each field means."""
@@ -25,6 +29,11 @@ class SampleHeadParams(ctypes.Structure):
     )
 
 
+def takes(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there is a kernel for these sizes."""
+    return hidden.shape[0] <= MAX_ROWS and weight.shape == WEIGHT_SHAPE
+
+
 @cache
 def _function():
     function = _library.load().moss_sample_head
@@ -34,7 +43,7 @@ def _function():
 
 
 def sample_head_cuda(hidden: torch.Tensor, weight: torch.Tensor, workspace: torch.Tensor, *draw: object) -> None:
-    """See `moss_kernels.sample_head`. 128 blocks make the logits; one for each row draws.
+    """See `moss_kernels.sample_head`; for what `takes` allows. 128 blocks make the logits; one for each row draws.
 
     Launched with programmatic stream serialization: weights are loaded ahead of the wait for the kernel before; what
     else is read there is read again after it.
