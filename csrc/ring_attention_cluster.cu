@@ -186,7 +186,7 @@ int query_tiles(const RingAttentionParams& params) { return params.tokens <= kSh
 
 int blocks(const RingAttentionParams& params) {
   const int tokens = query_tiles(params) * kTileQueries;
-  return (params.tokens + tokens - 1) / tokens;
+  return (params.tokens - 1) / tokens + 1;
 }
 
 // Of keys that a block sees.
