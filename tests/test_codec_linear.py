@@ -165,6 +165,7 @@ def test_wide_tiles_waste_few_rounds():
         assert m * n >= 0.9 * rounds * 132 * tile.rows * tile.columns, tile
         assert cluster_for(m, n, k) == tile
     assert cluster_for(6144, 100, 768) is None
+    assert cluster_for(2**20, 3072, 768) is not None and cluster_for(2**20 + 1, 3072, 768) is None
 
 
 TILES = {

@@ -134,11 +134,12 @@ WIDE_COLUMNS = 96
 _WIDE = tuple(Cluster(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
 # From how many rows they win, for weights [N, K].
 _WIDE_LEAST_ROWS = {(2304, 768): 3500, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
+_WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
 
 
 def cluster_for(m: int, n: int, k: int) -> Cluster | None:
     """The cluster for m rows of bfloat16 weights [n, k], if one is best."""
-    if m >= _WIDE_LEAST_ROWS.get((n, k), m + 1):
+    if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS:
         return wide_tile(m, n, k)
     choices = _CLUSTERS.get((n, k), ())
     return next((cluster for least, most, cluster in choices if least <= m <= most), None)
