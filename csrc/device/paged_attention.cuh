@@ -439,7 +439,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
   if (!early) wait();
   const int64_t row = __ldcg(params.row_map + batch_row);
-  const bool active = params.active[batch_row] != 0;
+  const bool active = __ldcg(params.active + batch_row) != 0;
   const Pages pages = Pages::of(params, row, head);
   Walk walk = {part, parts_log2, warp};
   // Lane i has the page of step i; the first guess is that of a row with few tokens.
