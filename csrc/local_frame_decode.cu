@@ -96,7 +96,11 @@ MossStatus launch(const Arguments& arguments) {
   if (wanted < 0 || wanted > multiprocessors)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `multiprocessors` must be 0 .. %d, got %d", kOp,
                      multiprocessors, wanted);
-  const int units = Dims::KeyValue::kUnits;
+  // Every block has a unit of each product: none gets ahead of a block that still reads what the product before has
+  // left, though it may wait for other blocks alone.
+  constexpr int units = Dims::KeyValue::kUnits;
+  static_assert(Dims::Projection::kUnits >= units && Dims::InnerIn::kUnits >= units &&
+                Dims::InnerOut::kUnits >= units && Dims::Head::kUnits >= units);
   const int limit = wanted ? wanted : multiprocessors;
   const int blocks = limit < units ? limit : units;
   const int batch = arguments.params.batch;
