@@ -119,10 +119,10 @@ def codec_linear(
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
 
     The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
-    3e-4 |x|, an eighth of that rounding. Sums and everything after the product are float32; an implementation may round
-    less often than eager modules, never more. A bfloat16 product takes its input
-    rounded to bfloat16: `x` times `norm_weight`, or the normalised `x`. The result of a row depends on the number of
-    rows in its last bits.
+    3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
+    0. Sums and everything after the product are float32; an implementation may round less often than eager modules,
+    never more. A bfloat16 product takes its input rounded to bfloat16: `x` times `norm_weight`, or the normalised `x`.
+    The result of a row depends on the number of rows, by such roundings.
 
     Args:
         x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`.
