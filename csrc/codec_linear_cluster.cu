@@ -9,6 +9,7 @@
 #include "device/cluster.cuh"
 #include "device/gelu.cuh"
 #include "device/mma.cuh"
+#include "device/tensor_load.cuh"
 #include "device/wgmma.cuh"
 #include "device/wgmma_swizzled.cuh"
 #include "launch.h"
@@ -41,15 +42,6 @@ struct Shape {
   static constexpr int kSums = kRows * kPitch * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kAlignment + (kStages * kStage > kSums ? kStages * kStage : kSums);
 };
-
-__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
-                                            uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          destination),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

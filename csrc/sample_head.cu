@@ -3,14 +3,11 @@
 // 128 blocks stream the weights, which they ask for before they wait for the kernel ahead; block b then draws for row
 // b. The sums over the 8 slices of the inputs meet there through L2. Whoever draws polls the words themselves: kEmpty
 // is no result of an addition, and the reader puts it back for the next launch.
-#include "device/copy_async.cuh"
-#include "device/mma.cuh"
 #include "device/philox.cuh"
 #include "device/sample_head.cuh"
 #include "device/sample_request.cuh"
 #include "device/sample_row.cuh"
 #include "device/tagged.cuh"
-#include "device/vector.cuh"
 #include "launch.h"
 #include "sample_checks.h"
 

@@ -6,6 +6,9 @@
 #pragma once
 #include <cstdint>
 
+#include "device/copy_async.cuh"
+#include "device/mma.cuh"
+
 namespace moss::sample_head {
 
 constexpr int kVocab = 1024, kHidden = 2560;

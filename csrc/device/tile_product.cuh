@@ -1,11 +1,10 @@
 // Products of tiles that the copy engine brings into a ring of stages: the parts of a kernel in which one thread loads
 // and warpgroups, the consumers, multiply 64 rows each by N rows of weights.
 #pragma once
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "device/bulk_copy.cuh"
+#include "device/tensor_load.cuh"
 #include "device/wgmma.cuh"
 #include "device/wgmma_swizzled.cuh"
 
@@ -53,15 +52,6 @@ struct Shared {
 // Of the first byte of dynamic shared memory that a stage may begin at.
 __device__ __forceinline__ uint32_t aligned_address(const void* memory) {
   return (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
-}
-
-__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
-                                            uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          destination),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
 }
 
 // The sum over the next `steps` stages for a consumer's rows, if it is to be computed.

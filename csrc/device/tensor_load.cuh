@@ -1,0 +1,19 @@
+// A box of a matrix that tensor_map.h describes, to shared memory by the copy engine.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace moss {
+
+// `column`, `row`: where the box begins. Completes on `barrier`.
+__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          destination),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace moss
