@@ -1,6 +1,7 @@
 // moss_codec_linear for many rows, without a norm, where the time is that of the tensor cores. A block stays and takes
 // several tiles of the output, of 64 rows for each of its two or three consumer warpgroups; one more thread keeps the
-// copy engine ahead, into the next tile while the consumers finish one.
+// copy engine ahead, into the next tile while the consumers finish one. The copy engine also brings the residual stream
+// and stores what is finished, from shared memory, which one more thread for each consumer asks it to.
 #include <cuda.h>
 #include <cuda_bf16.h>
 
@@ -22,8 +23,40 @@ constexpr char kOp[] = "codec_linear";
 enum Finish { kStore, kGelu, kResidual };
 
 struct Arguments : CodecLinearParams {
-  CUtensorMap x_map, weight_map;
+  CUtensorMap x_map, weight_map, out_map;
   int column_tiles, tiles;
+};
+
+// After the stages a tile of the output, that holds the residual stream before: of each consumer's rows parts of
+// kPart columns, with a swizzle as wide. Three barriers for each consumer's.
+template <int N, int CONSUMERS>
+struct Memory : Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2> {
+  using Base = Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2>;
+  static constexpr int kPart = N % 64 == 0 ? 64 : 32, kPitch = kPart * 2;
+  static constexpr int kPartBytes = kGroupRows * kPitch, kGroupBytes = kGroupRows * N * 2;
+
+  __device__ __forceinline__ uint32_t part(int group, int index) const {
+    return this->extra() + group * kGroupBytes + index * kPartBytes;
+  }
+  // Of eight columns in a row of a part.
+  static __device__ __forceinline__ int offset(int row, int eight) {
+    return row * kPitch + (eight ^ row * kPitch / 128 % (kPitch / 16)) * 16;
+  }
+  __device__ __forceinline__ uint32_t loaded(int group) const { return this->full(Base::kStages + group); }
+  __device__ __forceinline__ uint32_t stored(int group) const { return this->empty(Base::kStages + group); }
+  __device__ __forceinline__ uint32_t finished(int group) const {
+    return this->full(Base::kStages + CONSUMERS + group);
+  }
+
+  // By one thread, ahead of a barrier of the block.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int group = 0; group < CONSUMERS; ++group) {
+      barrier_init(loaded(group), 1);
+      barrier_init(stored(group), 1);
+      barrier_init(finished(group), 4);
+    }
+    Base::init_barriers();
+  }
 };
 
 // First row and column of a tile. Columns vary fastest: the weights fit in L2, so that the rows are read from memory
@@ -33,12 +66,26 @@ struct Tile {
   int row, column;
 
   __device__ __forceinline__ Tile(const Arguments& arguments, int index)
-      : row(index / arguments.column_tiles * Shared<N, CONSUMERS>::kRows), column(index % arguments.column_tiles * N) {}
+      : row(index / arguments.column_tiles * kGroupRows * CONSUMERS), column(index % arguments.column_tiles * N) {}
 };
 
-// Weights of the first stages come before the wait for the kernel ahead.
+// Loads the residual stream of a tile, each consumer's where the tile before has been stored.
 template <int N, int CONSUMERS>
-__device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+__device__ __forceinline__ void load_stream(const Arguments& arguments, Memory<N, CONSUMERS> shared,
+                                            const Tile<N, CONSUMERS>& tile, uint32_t parity) {
+  for (int group = 0; group < CONSUMERS; ++group) {
+    barrier_wait(shared.stored(group), parity ^ 1);
+    barrier_expect(shared.loaded(group), shared.kGroupBytes);
+    for (int i = 0; i < N / shared.kPart; ++i)
+      tensor_load(shared.part(group, i), arguments.out_map, tile.column + i * shared.kPart,
+                  tile.row + group * kGroupRows, shared.loaded(group));
+  }
+}
+
+// Weights of the first stages come before the wait for the kernel ahead; the residual stream after the first stages of
+// its tile, which the product needs sooner.
+template <int N, int CONSUMERS, Finish FINISH>
+__device__ __forceinline__ void produce(const Arguments& arguments, Memory<N, CONSUMERS> shared) {
   using Place = Tile<N, CONSUMERS>;
   const auto load_weights = [&](const Place& tile, int step, int stage) {
     barrier_expect(shared.full(stage), shared.kStageBytes);
@@ -53,15 +100,43 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CO
   for (int i = 0; i < early; ++i) load_weights(first, i, i);
   cudaGridDependencySynchronize();
   for (int i = 0; i < early; ++i, ring.advance()) load_rows(first, i, i);
+  if (FINISH == kResidual) load_stream(arguments, shared, first, 0);
   int begin = early;
-  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, begin = 0) {
+  uint32_t parity = 0;
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, begin = 0, parity ^= 1) {
     const Place tile(arguments, index);
     for (int step = begin; step < steps; ++step, ring.advance()) {
       barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
       load_weights(tile, step, ring.stage);
       load_rows(tile, step, ring.stage);
+      if (FINISH == kResidual && begin == 0 && step == early - 1) load_stream(arguments, shared, tile, parity);
     }
   }
+}
+
+__device__ __forceinline__ void tensor_store(const CUtensorMap& map, int column, int row, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+               "r"(row), "r"(source)
+               : "memory");
+}
+
+// Stores what a consumer has finished of each tile. The last wait is for memory, the others until the copy engine has
+// read the tile.
+template <int N, int CONSUMERS>
+__device__ __forceinline__ void store(const Arguments& arguments, Memory<N, CONSUMERS> shared, int group) {
+  uint32_t parity = 0;
+  cudaGridDependencySynchronize();
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, parity ^= 1) {
+    const Tile<N, CONSUMERS> tile(arguments, index);
+    const int row = tile.row + group * kGroupRows;
+    barrier_wait(shared.finished(group), parity);
+    for (int i = 0; i < N / shared.kPart && row < arguments.rows; ++i)
+      if (tile.column + i * shared.kPart < arguments.outputs)
+        tensor_store(arguments.out_map, tile.column + i * shared.kPart, row, shared.part(group, i));
+    asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
+    barrier_arrive(shared.stored(group));
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Asks for this block's share of the weights, which no kernel writes.
@@ -98,66 +173,69 @@ __device__ __forceinline__ uint32_t finish_pair(float2 sum, float2 scale, uint32
   return pack_bf16(sum.x, sum.y);
 }
 
-// Finishes a consumer's sums. Four lanes hold 32 columns of a row between them, and load and store 16 bytes each.
-template <int N, Finish FINISH>
-__device__ __forceinline__ void finish_sums(const float (&sum)[N / 2], const Arguments& arguments, int first_row,
-                                            int first_column) {
-  constexpr int kQuads = N / 32, kBatch = kQuads <= 4 ? kQuads : (kQuads + 1) / 2;  // of the stream, loaded at once
-  const int quarter = threadIdx.x % 4, row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  bf16* const out = static_cast<bf16*>(arguments.out);
-  const auto inside = [&](int quad, int half) {
-    return row + 8 * half < arguments.rows && first_column + 32 * quad + 8 * quarter < arguments.outputs;
-  };
-  const auto place = [&](int quad, int half) {
-    const int64_t offset = static_cast<int64_t>(row + 8 * half) * arguments.outputs;
-    return reinterpret_cast<uint4*>(out + offset + first_column + 32 * quad + 8 * quarter);
-  };
+// Four 8 x 8 matrices of bf16 in shared memory: lane l has the address of row l % 8 of matrix l / 8, and of each matrix
+// the pair that a sum of wgmma has there.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void store_matrices(const uint32_t (&words)[4], uint32_t address) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3]));
+}
+
+// Finishes a consumer's sums in shared memory.
+template <int N, int CONSUMERS, Finish FINISH>
+__device__ __forceinline__ void finish_sums(const float (&sum)[N / 2], const Arguments& arguments,
+                                            Memory<N, CONSUMERS> shared, int group, int first_column) {
+  constexpr int kQuads = shared.kPart / 32;  // of four matrices in a part
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 8;
   const auto scale_at = [&](int column) {
     if (FINISH != kResidual || column >= arguments.outputs) return float2{};
     return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(arguments.scale) + column));
   };
 #pragma unroll
-  for (int start = 0; start < kQuads; start += kBatch) {
-    uint4 stream[kBatch][2] = {};
-    if (FINISH == kResidual)
+  for (int quad = 0; quad < N / 32; ++quad) {
+    const uint32_t place = shared.part(group, quad / kQuads) + shared.offset(row, quad % kQuads * 4 + lane / 8);
+    uint32_t old[2][4] = {};
+    float2 scale[4];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
+    for (int half = 0; half < 2; ++half)
+      if (FINISH == kResidual) load_matrices(old[half], place + half * 8 * shared.kPitch);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (start + i < kQuads && inside(start + i, half)) stream[i][half] = __ldcg(place(start + i, half));
+    for (int i = 0; i < 4; ++i) scale[i] = scale_at(first_column + 32 * quad + 8 * i + 2 * (lane % 4));
 #pragma unroll
-    for (int quad = start; quad < start + kBatch && quad < kQuads; ++quad) {
-      float2 scale[4];
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scale[i] = scale_at(first_column + 32 * quad + 8 * i + 2 * quarter);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4& held = stream[quad - start][half];
-        uint32_t old[4] = {held.x, held.y, held.z, held.w}, words[4];
-        if (FINISH == kResidual) transpose_quad(old);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = &sum[16 * quad + 4 * i + 2 * half];
-          words[i] = finish_pair<FINISH>({pair[0], pair[1]}, scale[i], old[i]);
-        }
-        transpose_quad(words);
-        if (inside(quad, half)) *place(quad, half) = {words[0], words[1], words[2], words[3]};
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &sum[16 * quad + 4 * i + 2 * half];
+        words[i] = finish_pair<FINISH>({pair[0], pair[1]}, scale[i], old[half][i]);
       }
+      store_matrices(words, place + half * 8 * shared.kPitch);
     }
   }
 }
 
 template <int N, int CONSUMERS, Finish FINISH>
-__device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+__device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, CONSUMERS> shared) {
   Ring<shared.kStages> ring;
   const int group = threadIdx.x / 128 - 1;
+  uint32_t parity = 0;
   cudaGridDependencySynchronize();
-  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, parity ^= 1) {
     const Tile<N, CONSUMERS> tile(arguments, index);
-    const int first_row = tile.row + group * kGroupRows;
     float sum[N / 2];
-    multiply(sum, shared, ring, arguments.inputs / kStep, group, first_row < arguments.rows);
-    finish_sums<N, FINISH>(sum, arguments, first_row, tile.column);
+    multiply(sum, shared, ring, arguments.inputs / kStep, group, tile.row + group * kGroupRows < arguments.rows);
+    if (FINISH == kResidual)
+      barrier_wait(shared.loaded(group), parity);
+    else
+      barrier_wait(shared.stored(group), parity ^ 1);
+    finish_sums<N, CONSUMERS, FINISH>(sum, arguments, shared, group, tile.column);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.finished(group));
   }
 }
 
@@ -165,40 +243,44 @@ template <int N, int CONSUMERS, Finish FINISH>
 __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     codec_linear_tiles_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Shared<N, CONSUMERS> shared{aligned_address(memory)};
+  const Memory<N, CONSUMERS> shared{{aligned_address(memory)}};
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_shrink<24>();
-    if (threadIdx.x == 0) produce(arguments, shared);
+    registers_shrink<32>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) produce<N, CONSUMERS, FINISH>(arguments, shared);
     if (threadIdx.x == 32 && arguments.dependent_launch) prefetch_weights(arguments);
+    if (threadIdx.x % 32 == 0 && warp > 0 && warp <= CONSUMERS) store(arguments, shared, warp - 1);
   } else {
-    registers_grow<CONSUMERS == 2 ? 240 : 160>();
+    registers_grow<CONSUMERS == 2 ? 232 : 160>();
     consume<N, CONSUMERS, FINISH>(arguments, shared);
   }
 }
 
 template <int N, int CONSUMERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
-  using Memory = Shared<N, CONSUMERS>;
+  using Block = Memory<N, CONSUMERS>;
   Arguments arguments = {};
   static_cast<CodecLinearParams&>(arguments) = params;
   arguments.column_tiles = (params.outputs + N - 1) / N;
-  const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Memory::kRows - 1) / Memory::kRows);
+  const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
   MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
-  if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Memory::kRows);
+  if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kRows);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.out_map, params.out, params.rows, params.outputs, kGroupRows, Block::kPart);
   const auto kernel = params.scale  ? codec_linear_tiles_kernel<N, CONSUMERS, kResidual>
                       : params.gelu ? codec_linear_tiles_kernel<N, CONSUMERS, kGelu>
                                     : codec_linear_tiles_kernel<N, CONSUMERS, kStore>;
   if (status == MOSS_OK)
-    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes), kOp,
+    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kBytes), kOp,
                         "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
   arguments.tiles = static_cast<int>(tiles);
   const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
-  return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Memory::kBytes);
+  return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Block::kBytes);
 }
 
 // What there is a kernel for.

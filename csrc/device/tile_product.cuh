@@ -25,18 +25,20 @@ struct Ring {
   }
 };
 
-// Shared memory of a block: stages of CONSUMERS times kGroupRows rows and N rows of weights, with two barriers each.
-template <int N, int CONSUMERS>
+// Shared memory of a block: stages of CONSUMERS times kGroupRows rows and N rows of weights, with two barriers each;
+// between stages and barriers EXTRA bytes, a multiple of 16.
+template <int N, int CONSUMERS, int EXTRA = 0>
 struct Shared {
   static constexpr int kRows = kGroupRows * CONSUMERS, kRowBytes = kRows * kStep * 2;
   static constexpr int kStageBytes = kRowBytes + N * kStep * 2;
-  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment) / kStageBytes;
-  static constexpr int kBytes = kStages * kStageBytes + kBarrierBytes + kAlignment;
+  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment - EXTRA) / kStageBytes;
+  static constexpr int kBytes = kStages * kStageBytes + EXTRA + kBarrierBytes + kAlignment;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t rows(int stage) const { return base + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kRowBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 16 * stage; }
+  __device__ __forceinline__ uint32_t extra() const { return base + kStages * kStageBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return extra() + EXTRA + 16 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 
   // By one thread, ahead of a barrier of the block.
@@ -55,9 +57,10 @@ __device__ __forceinline__ uint32_t aligned_address(const void* memory) {
 }
 
 // The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
-template <int N, int CONSUMERS>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS> shared,
-                                         Ring<Shared<N, CONSUMERS>::kStages>& ring, int steps, int group, bool wanted) {
+template <int N, int CONSUMERS, int EXTRA>
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS, EXTRA> shared,
+                                         Ring<Shared<N, CONSUMERS, EXTRA>::kStages>& ring, int steps, int group,
+                                         bool wanted) {
   uint32_t previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ring.advance()) {
