@@ -157,6 +157,21 @@ def test_rows_do_not_depend_on_the_batch(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 20), (20, 12), (60, 12), (480, 2)])
+def test_a_row_keeps_its_bits_whatever_the_others_are(tokens, heads):
+    """Of the kernels in CUDA C++, at one number of rows."""
+    rows = [(2, tokens, 123_457), (0, tokens, 7), (4, tokens - 1, 400)]
+    sizes = {"tokens": tokens, "heads": heads, "head_dim": 64, "capacity": 400, "window": 400}
+    first = make_inputs(rows, **sizes, dtype=torch.bfloat16).to("cuda")
+    other = make_inputs([rows[0], (3, tokens // 2, 99), (NULL, 0, 0)], **sizes, dtype=torch.bfloat16, seed=1).to("cuda")
+    other.qkv[0], other.cos_sin[0] = first.qkv[0], first.cos_sin[0]
+    other.ring_k[2], other.ring_v[2] = first.ring_k[2], first.ring_v[2]
+    assert cuda_kernel.takes(first.qkv, first.ring_k, first.window, False)
+    expected = first.attend(cuda_kernel.ring_attention_cuda)[0]
+    require_equal("out", other.attend(cuda_kernel.ring_attention_cuda)[0], expected)
+
+
+@pytest.mark.gpu
 def test_rings_beyond_two_to_the_31_elements():
     slots, heads, capacity, head_dim = 7100, 12, 400, 64
     last = make_inputs(
