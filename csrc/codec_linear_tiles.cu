@@ -27,8 +27,9 @@ struct Arguments : CodecLinearParams {
   int column_tiles, tiles;
 };
 
-// After the stages a tile of the output, that holds the residual stream before: of each consumer's rows parts of
-// kPart columns, with a swizzle as wide. Three barriers for each consumer's.
+// Shared memory: after the stages a tile of the output, which holds the residual stream before; of each consumer's rows
+// parts of kPart columns, with a swizzle as wide. Each consumer's rows have three barriers: `loaded` with the stream,
+// `finished` by its four warps, and `stored`, after which they may be written again.
 template <int N, int CONSUMERS>
 struct Memory : Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2> {
   using Base = Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2>;

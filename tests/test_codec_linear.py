@@ -288,6 +288,26 @@ def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, cl
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "scale"])
+@pytest.mark.parametrize("cluster", [cluster for cluster in clusters() if cluster.columns >= WIDE_COLUMNS], ids=str)
+def test_wide_tiles_repeat_and_leave_what_lies_beyond(moss_library, monkeypatch, kind, cluster):
+    """Up to four tiles a block; launches that follow each other give the same bits, and rows beyond the last stay."""
+    m = 20000
+    arguments = make_arguments(kind, m + 64, 776, 128, dtype=torch.bfloat16, device="cuda")
+    before = arguments["out"].fill_(7)
+    arguments["x"] = arguments["x"][:m]
+    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    results = [before.clone() for _ in range(3)]
+    for result in results:
+        cuda_kernel.codec_linear_cuda(*positional(arguments | {"out": result[:m]}))
+    assert (results[0][m:] == 7).all()
+    assert all(torch.equal(results[0], result) for result in results[1:])
+    exact = reference(arguments | {"out": before[:m]}, torch.float64)
+    eager = reference(arguments | {"out": before[:m]})
+    assert errors(results[0][:m], exact) <= 1.25 * errors(eager, exact)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 144, 48), (33, 96, 32), (1000, 2304, 768)])
 def test_fp32_on_the_gpu(kind, m, n, k):
