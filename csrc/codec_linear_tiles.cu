@@ -155,8 +155,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-// The exact GELU to 3e-5 + 3e-4 * |x|, a small part of the rounding of a bf16 as large as x: erf(x / sqrt 2) as the tanh
-// of a polynomial that was fitted to it. Beyond 8 both are 1.
+// The exact GELU to 3e-5 + 3e-4 * |x|, a small part of the rounding of a bf16 as large as x: erf(x / sqrt 2) as the
+// tanh of a polynomial that was fitted to it. Beyond 8 both are 1.
 __device__ __forceinline__ float gelu_for_bf16(float x) {
   const float square = fminf(x * x, 64.0f), half = 0.5f * x;
   const float inner = x * fmaf(square, fmaf(square, -3.51516965e-4f, 3.70056633e-2f), 7.97507803e-1f);

@@ -81,17 +81,4 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMER
   if (threadIdx.x % 32 == 0) barrier_arrive(previous);
 }
 
-// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const bool upper = threadIdx.x & bit;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
-      (upper ? words[i] : words[i | bit]) = got;
-    }
-}
-
 }  // namespace moss
