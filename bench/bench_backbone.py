@@ -130,7 +130,7 @@ class Bench:
             attention(*token, *kv.layer(layer), out, scratch.partials, scratch.arrived)
             return out
 
-        kernels = {"reference": torch.ops.moss.paged_attention}
+        kernels = {"reference": partial(torch.ops.moss.paged_attention, settled=False)}
         if qkv.is_cuda:
             kernels = {"triton": triton_kernel.paged_attention_triton, "cuda": cuda_kernel.paged_attention_cuda}
         own_variants = {name: partial(own, attention=attention) for name, attention in kernels.items()}

@@ -1,4 +1,4 @@
-"""The engine under load at full size: `python -m bench.bench_engine`; with `--seconds 3` in less than 150 s.
+"""The engine under load at full size: `python -m bench.bench_engine`.
 
 Weights are random and never stop; a request has a prompt of 150 tokens and 60 to 120 frames, and each client sends one
 after the other. Cases of an engine that streams, and of one that does not (`/offline`): under a load that has lasted

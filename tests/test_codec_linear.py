@@ -17,7 +17,15 @@ from moss_kernels.codec_linear import (
     scratch_size,
     triton_kernel,
 )
-from moss_kernels.codec_linear.tiles import WIDE_COLUMNS, Tile, candidates, cluster_for, clusters, tile_for, wide_tile
+from moss_kernels.codec_linear.tiles import (
+    WIDE_COLUMNS,
+    Tile,
+    candidates,
+    cuda_tile_for,
+    cuda_tiles,
+    tile_for,
+    wide_tile,
+)
 from moss_kernels.testing.compare import require_same_replays
 
 KINDS = ["plain", "norm", "norm_gelu", "scale"]
@@ -163,9 +171,9 @@ def test_wide_tiles_waste_few_rounds():
         tile = wide_tile(m, n, k)
         rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
         assert m * n >= 0.9 * rounds * 132 * tile.rows * tile.columns, tile
-        assert cluster_for(m, n, k) == tile
-    assert cluster_for(6144, 100, 768) is None
-    assert cluster_for(2**20, 3072, 768) is not None and cluster_for(2**20 + 1, 3072, 768) is None
+        assert cuda_tile_for(m, n, k) == tile
+    assert cuda_tile_for(6144, 100, 768) is None
+    assert cuda_tile_for(2**20, 3072, 768) is not None and cuda_tile_for(2**20 + 1, 3072, 768) is None
 
 
 TILES = {
@@ -265,38 +273,38 @@ def test_every_tile(kind, tile):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cluster", clusters(), ids=str)
-def test_every_cluster(moss_library, monkeypatch, kind, cluster):
+@pytest.mark.parametrize("tile", cuda_tiles(), ids=str)
+def test_every_cuda_tile(moss_library, monkeypatch, kind, tile):
     """Uneven in rows and columns, and more steps than a block has stages."""
     arguments = make_arguments(kind, 147, 304, 128 * 64, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
-    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    monkeypatch.setattr(cuda_kernel, "cuda_tile_for", lambda *sizes: tile)
     cuda_kernel.codec_linear_cuda(*positional(arguments))
     assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cluster", [cluster for cluster in clusters() if cluster.columns >= WIDE_COLUMNS], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in cuda_tiles() if tile.columns >= WIDE_COLUMNS], ids=str)
 @pytest.mark.parametrize("k", [64, 384])
-def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, cluster, k):
+def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, tile, k):
     arguments = make_arguments(kind, 9000, 776, k, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)
-    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    monkeypatch.setattr(cuda_kernel, "cuda_tile_for", lambda *sizes: tile)
     cuda_kernel.codec_linear_cuda(*positional(arguments))
     assert errors(arguments["out"], exact) <= 1.25 * errors(eager, exact)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "scale"])
-@pytest.mark.parametrize("cluster", [cluster for cluster in clusters() if cluster.columns >= WIDE_COLUMNS], ids=str)
-def test_wide_tiles_repeat_and_leave_what_lies_beyond(moss_library, monkeypatch, kind, cluster):
+@pytest.mark.parametrize("tile", [tile for tile in cuda_tiles() if tile.columns >= WIDE_COLUMNS], ids=str)
+def test_wide_tiles_repeat_and_leave_what_lies_beyond(moss_library, monkeypatch, kind, tile):
     """Up to four tiles a block; launches that follow each other give the same bits, and rows beyond the last stay."""
     m = 20000
     arguments = make_arguments(kind, m + 64, 776, 128, dtype=torch.bfloat16, device="cuda")
     before = arguments["out"].fill_(7)
     arguments["x"] = arguments["x"][:m]
-    monkeypatch.setattr(cuda_kernel, "cluster_for", lambda *sizes: cluster)
+    monkeypatch.setattr(cuda_kernel, "cuda_tile_for", lambda *sizes: tile)
     results = [before.clone() for _ in range(3)]
     for result in results:
         cuda_kernel.codec_linear_cuda(*positional(arguments | {"out": result[:m]}))

@@ -110,8 +110,8 @@ def require_exact(run, token, pages, **options):
         require_equal(name, getattr(written, name), getattr(pages, name))
 
 
-def op(*arguments):
-    torch.ops.moss.paged_attention(*arguments)
+def op(*arguments, settled=False):
+    torch.ops.moss.paged_attention(*arguments, settled)
 
 
 SIZES = [(2, 3, 16, 16), (1, 4, 32, 64), (3, 1, 64, 32)]
@@ -160,13 +160,13 @@ def require_padding(run):
 def test_settled_inputs_change_nothing():
     token, pages = make_inputs()
     expected, _ = attend(op, token, pages)
-    out, _ = attend(lambda *arguments: op(*arguments, True), token, pages)
+    out, _ = attend(partial(op, settled=True), token, pages)
     require_equal("out", out, expected)
 
 
 def test_opcheck():
     arguments = [x.nan_to_num() if torch.is_tensor(x) else x for x in make_arguments(*make_inputs(ROWS[-3:]))]
-    torch.library.opcheck(torch.ops.moss.paged_attention.default, tuple(arguments))
+    torch.library.opcheck(torch.ops.moss.paged_attention.default, (*arguments, False))
 
 
 def _wrong(name, error, message, value):
@@ -192,7 +192,7 @@ def test_wrong_argument_is_named(name, error, message, value):
     if "rows" in message:
         arguments["arrived"] = arguments["arrived"][:2]
     with pytest.raises(error, match=rf"`paged_attention`: `{name}` must .*{message}"):
-        torch.ops.moss.paged_attention(*arguments.values())
+        torch.ops.moss.paged_attention(*arguments.values(), False)
 
 
 def test_triton_names_the_sizes_it_takes():

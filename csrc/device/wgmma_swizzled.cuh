@@ -13,69 +13,26 @@ constexpr uint32_t kSwizzledHigh = 1024 >> 4 | 1u << 30;
 // Low word of a matrix descriptor. `address`: of a tile, a multiple of 1024. Moving by 16 columns adds 2.
 __device__ __forceinline__ uint32_t swizzled_descriptor(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
-// Without `accumulate` what D held does not matter.
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[12], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %14, 0; mov.b64 a, {%12, %15}; mov.b64 b, {%13, %15}; "
-      "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_12 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_12
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
+// wgmma_swizzled(d, a, b, accumulate) for tiles of N columns, of which a thread holds COUNT sums; without `accumulate`
+// what D held does not matter. A, B, P and HIGH number the operands behind the sums: COUNT and on.
+#define MOSS_WGMMA_SWIZZLED(N, COUNT, A, B, P, HIGH)                                                               \
+  __device__ __forceinline__ void wgmma_swizzled(float (&d)[COUNT], uint32_t a, uint32_t b, int accumulate) {      \
+    asm volatile("{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %" #P ", 0; mov.b64 a, {%" #A ", %" #HIGH "}; "   \
+                 "mov.b64 b, {%" #B ", %" #HIGH "}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {"    \
+                 MOSS_WGMMA_NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0; }"                                              \
+                 : MOSS_WGMMA_SUMS_##COUNT                                                                         \
+                 : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));                                           \
+  }
 
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[24], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %26, 0; mov.b64 a, {%24, %27}; mov.b64 b, {%25, %27}; "
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_24 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_24
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
+MOSS_WGMMA_SWIZZLED(24, 12, 12, 13, 14, 15)
+MOSS_WGMMA_SWIZZLED(48, 24, 24, 25, 26, 27)
+MOSS_WGMMA_SWIZZLED(80, 40, 40, 41, 42, 43)
+MOSS_WGMMA_SWIZZLED(96, 48, 48, 49, 50, 51)
+MOSS_WGMMA_SWIZZLED(128, 64, 64, 65, 66, 67)
+MOSS_WGMMA_SWIZZLED(192, 96, 96, 97, 98, 99)
+MOSS_WGMMA_SWIZZLED(200, 100, 100, 101, 102, 103)
+MOSS_WGMMA_SWIZZLED(256, 128, 128, 129, 130, 131)
 
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[40], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %42, 0; mov.b64 a, {%40, %43}; mov.b64 b, {%41, %43}; "
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_40 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_40
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
-
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[48], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %50, 0; mov.b64 a, {%48, %51}; mov.b64 b, {%49, %51}; "
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_48 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_48
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
-
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %66, 0; mov.b64 a, {%64, %67}; mov.b64 b, {%65, %67}; "
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_64 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_64
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
-
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[96], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %98, 0; mov.b64 a, {%96, %99}; mov.b64 b, {%97, %99}; "
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_96 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_96
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
-
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[100], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %102, 0; mov.b64 a, {%100, %103}; mov.b64 b, {%101, %103}; "
-      "wgmma.mma_async.sync.aligned.m64n200k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_100 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_100
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
-
-__device__ __forceinline__ void wgmma_swizzled(float (&d)[128], uint32_t a, uint32_t b, int accumulate) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.s32 p, %130, 0; mov.b64 a, {%128, %131}; mov.b64 b, {%129, %131}; "
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" MOSS_WGMMA_NAMES_128 "}, a, b, p, 1, 1, 0, 0; }"
-      : MOSS_WGMMA_SUMS_128
-      : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));
-}
+#undef MOSS_WGMMA_SWIZZLED
 
 }  // namespace moss

@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import WIDE_COLUMNS, Cluster, cluster_for
+from .tiles import WIDE_COLUMNS, CudaTile, cuda_tile_for
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -52,17 +52,17 @@ def takes(
     m, (n, k) = x.shape[0], weight.shape
     few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
     few &= weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
-    return few or _cluster(x, weight, gelu, scale, out) is not None
+    return few or _tile(x, weight, gelu, scale, out) is not None
 
 
-def _cluster(
+def _tile(
     x: torch.Tensor, weight: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor
-) -> Cluster | None:
+) -> CudaTile | None:
     both = x.dtype == weight.dtype == torch.bfloat16
-    cluster = cluster_for(x.shape[0], *weight.shape) if both else None
-    if cluster is None or cluster.columns < WIDE_COLUMNS:
-        return cluster
-    return cluster if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
+    tile = cuda_tile_for(x.shape[0], *weight.shape) if both else None
+    if tile is None or tile.columns < WIDE_COLUMNS:
+        return tile
+    return tile if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
 
 
 @cache
@@ -84,7 +84,7 @@ def codec_linear_cuda(
     scratch: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """See `moss_kernels.codec_linear`; for what `takes` allows. Clusters leave the norm to a kernel before them.
+    """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them.
 
     With dependent launch the kernel loads weights at its start, and waits for the one before it ahead of everything
     that kernels write.
@@ -94,9 +94,9 @@ def codec_linear_cuda(
         return None if tensor is None else tensor.data_ptr()
 
     m, (n, k) = x.shape[0], weight.shape
-    cluster = _cluster(x, weight, gelu, scale, out)
-    tile_rows, tile_columns, slices = cluster or (0, 0, 0)
-    if cluster and norm_weight is not None:
+    tile = _tile(x, weight, gelu, scale, out)
+    tile_rows, tile_columns, slices = tile or (0, 0, 0)
+    if tile and norm_weight is not None:
         from .row_kernels import layer_norm
 
         normed = scratch[: m * k].view(m, k)

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
         return -(-m // self.block_m) * -(-n // self.block_n)
 
 
-class Cluster(NamedTuple):
+class CudaTile(NamedTuple):
     """Of CUDA C++ kernels for more than a few rows: rows and columns of a tile, and blocks that share its inputs."""
 
     rows: int
@@ -101,14 +101,14 @@ _FP32_TILES = (
 # several tiles, or there is nothing to overlap.
 _ENOUGH = {"stream": 88, "tile": 88, "persistent": 528}
 
-_CLUSTER_24 = Cluster(64, 24, 1)
-_CLUSTER_24_TWICE = Cluster(64, 24, 2)
-_CLUSTER_24_FOUR = Cluster(64, 24, 4)
-_CLUSTER_48 = Cluster(64, 48, 1)
-_CLUSTER_48_TWICE = Cluster(64, 48, 2)
-_CLUSTER_128_24_FOUR = Cluster(128, 24, 4)
+_CLUSTER_24 = CudaTile(64, 24, 1)
+_CLUSTER_24_TWICE = CudaTile(64, 24, 2)
+_CLUSTER_24_FOUR = CudaTile(64, 24, 4)
+_CLUSTER_48 = CudaTile(64, 48, 1)
+_CLUSTER_48_TWICE = CudaTile(64, 48, 2)
+_CLUSTER_128_24_FOUR = CudaTile(128, 24, 4)
 # Where these win, for weights [N, K]: from how many rows up to how many.
-_CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, Cluster], ...]] = {
+_CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     (2304, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
     (768, 768): ((33, 64, _CLUSTER_24_FOUR), (65, 256, _CLUSTER_24_TWICE)),
     (3072, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
@@ -120,40 +120,40 @@ _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, Cluster], ...]] = {
     ),
     (3840, 1280): ((17, 32, _CLUSTER_48), (33, 64, _CLUSTER_24), (65, 128, _CLUSTER_48)),
     (1280, 1280): ((17, 64, _CLUSTER_24_FOUR), (65, 128, _CLUSTER_128_24_FOUR)),
-    (5120, 1280): ((17, 32, _CLUSTER_48_TWICE), (33, 64, _CLUSTER_24), (65, 128, Cluster(128, 24, 1))),
+    (5120, 1280): ((17, 32, _CLUSTER_48_TWICE), (33, 64, _CLUSTER_24), (65, 128, CudaTile(128, 24, 1))),
     (1280, 5120): (
-        (17, 32, Cluster(64, 48, 8)),
+        (17, 32, CudaTile(64, 48, 8)),
         (33, 64, _CLUSTER_24_FOUR),
         (65, 128, _CLUSTER_128_24_FOUR),
-        (129, 192, Cluster(64, 80, 4)),
+        (129, 192, CudaTile(64, 80, 4)),
     ),
 }
 
 # Tiles of so many columns or more are those of the kernel for many rows.
 WIDE_COLUMNS = 96
-_WIDE = tuple(Cluster(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
+_WIDE = tuple(CudaTile(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
 # From how many rows they win, for weights [N, K].
 _WIDE_LEAST_ROWS = {(2304, 768): 3500, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
 _WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
 
 
-def cluster_for(m: int, n: int, k: int) -> Cluster | None:
-    """The cluster for m rows of bfloat16 weights [n, k], if one is best."""
+def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
+    """The tile of a CUDA C++ kernel for m rows of bfloat16 weights [n, k], if one is best."""
     if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS:
         return wide_tile(m, n, k)
     choices = _CLUSTERS.get((n, k), ())
-    return next((cluster for least, most, cluster in choices if least <= m <= most), None)
+    return next((tile for least, most, tile in choices if least <= m <= most), None)
 
 
 @cache
-def wide_tile(m: int, n: int, k: int) -> Cluster:
+def wide_tile(m: int, n: int, k: int) -> CudaTile:
     """The wide tile that takes the least time for m rows of weights [n, k], on the 132 multiprocessors of an H200.
 
     Cycles of a tile, fitted to measurements: 2 for each 64 products of a row and a column in steps of 64 inputs, those
     of its loads, and what follows the products.
     """
 
-    def time(tile: Cluster) -> float:
+    def time(tile: CudaTile) -> float:
         rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
         steps, area = k / 64, tile.rows * tile.columns / 64
         return rounds * (area * (2 * steps + 8) + 0.3 * (tile.rows + tile.columns) * steps + 5000)
@@ -161,9 +161,9 @@ def wide_tile(m: int, n: int, k: int) -> Cluster:
     return min(_WIDE, key=time)
 
 
-def clusters() -> tuple[Cluster, ...]:
+def cuda_tiles() -> tuple[CudaTile, ...]:
     """All in use."""
-    return (*dict.fromkeys(cluster for choices in _CLUSTERS.values() for _, _, cluster in choices), *_WIDE)
+    return (*dict.fromkeys(tile for choices in _CLUSTERS.values() for _, _, tile in choices), *_WIDE)
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:

@@ -1,7 +1,6 @@
 """`paged_attention`: a new token per row joins the paged cache and attends over all tokens of its row."""
 
 import dataclasses
-from functools import partial
 
 import torch
 
@@ -14,7 +13,6 @@ from .reference import MAX_SPLITS, paged_attention_reference
 __all__ = ["AttentionScratch", "paged_attention", "paged_attention_reference"]
 
 _OP = "paged_attention"
-_TENSORS = 14  # arguments ahead of `settled`, which the dispatcher may leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ def _check(
     out: torch.Tensor,
     partials: torch.Tensor,
     arrived: torch.Tensor,
-    settled: bool = False,
+    settled: bool,
 ) -> None:
     pages = (key_pages, value_pages, page_table, positions, row_map, active)
     sizes = check_token(_OP, qkv, q_norm, k_norm, cos_sin, *pages, ("out", out))
@@ -76,7 +74,8 @@ def _check(
 
 
 def _reference(*arguments: object) -> None:
-    paged_attention_reference(*arguments[: _TENSORS - 2])
+    *inputs, _partials, _arrived, _settled = arguments
+    paged_attention_reference(*inputs)
 
 
 def _run_cpu(*arguments: object) -> None:
@@ -90,18 +89,20 @@ def _run_cuda(*arguments: object) -> None:
     backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, key_pages, out) else ("triton", "reference")
     backend = _library.backend_for(_OP, backends, qkv.device)
     if backend == "cuda":
-        implementation = partial(cuda_kernel.paged_attention_cuda, settled=any(arguments[_TENSORS:]))
+        *tensors, settled = arguments
+        cuda_kernel.paged_attention_cuda(*tensors, settled=settled)
     elif backend == "triton":
-        from .triton_kernel import paged_attention_triton as implementation
+        from .triton_kernel import paged_attention_triton
+
+        paged_attention_triton(*arguments[:-1])
     else:
-        implementation = _reference
-    implementation(*arguments[:_TENSORS])
+        _reference(*arguments)
 
 
 _library.OPS.define(
     "paged_attention(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos_sin, Tensor(a!) key_pages, "
     "Tensor(b!) value_pages, Tensor page_table, Tensor positions, Tensor row_map, Tensor active, Tensor(c!) out, "
-    "Tensor(d!) partials, Tensor(e!) arrived, bool settled=False) -> ()"
+    "Tensor(d!) partials, Tensor(e!) arrived, bool settled) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")

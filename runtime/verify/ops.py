@@ -74,7 +74,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "kv_append": kv_append_reference,
     "local_rope_attention": partial(_returned, local_rope_attention_reference),
     "local_rope_attention_lookup": _lookup,
-    "paged_attention": lambda *arguments: paged_attention_reference(*arguments[:12]),
+    "paged_attention": lambda *arguments: paged_attention_reference(*arguments[:-3]),
     "prefill_attention": prefill_attention_reference,
     "prefill_linear": prefill_linear_reference,
     "ring_attention": _ring_attention,
