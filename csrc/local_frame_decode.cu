@@ -11,8 +11,8 @@ constexpr char kOp[] = "local_frame_decode";
 
 template <class Dims, int COLUMNS>
 struct SharedMemory {
-  Rings<COLUMNS, COLUMNS <= 32 ? Dims::kSmallBatchScale : 1> rings;
-  RowMemory memory;
+  BlockMemory<COLUMNS> memory;
+  Rings<COLUMNS, COLUMNS <= 32 ? Dims::kSmallBatchScale : 1, sizeof(memory)> rings;
 };
 
 // A warp streams weights, another one activations. The sums of 32 and 64 columns need more registers than so many
@@ -67,7 +67,7 @@ template <class Dims, int COLUMNS, bool TABLE>
 MossStatus launch_columns(const Arguments& arguments, int blocks) {
   auto* kernel = local_frame_kernel<Dims, COLUMNS, TABLE>;
   constexpr int kBytes = sizeof(SharedMemory<Dims, COLUMNS>);
-  static_assert(kBytes <= 232448);
+  static_assert(kBytes <= kSharedBytes);
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;

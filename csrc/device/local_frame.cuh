@@ -62,9 +62,10 @@ constexpr int kCodebooks = 12;
 static_assert(kCodebooks % 2 == 0);  // the last position's partial sums carry a tag of 1: see Workspace
 constexpr int kMaxVocab = 1024;
 constexpr int kComputeThreads = 256;
-constexpr int kStageBytes = 10240;  // at most, of a weight stage before scaling
-constexpr int kStageSteps = 5;      // likewise its steps of 16
-constexpr int kMaxParts = 4;        // blocks that share the attention of one row
+constexpr int kSharedBytes = 232448;  // most that a block may have
+constexpr int kStageBytes = 10240;    // at most, of a weight stage before scaling
+constexpr int kStageSteps = 5;        // likewise its steps of 16
+constexpr int kMaxParts = 4;          // blocks that share the attention of one row
 constexpr int kWarps = kComputeThreads / 32;
 
 // Places of the counters, in words from the start of the workspace. A phase that only some blocks wait for has counters

@@ -128,7 +128,7 @@ struct Compute : Names {
   Progress progress;
   Split split;
   Ring& rings;
-  RowMemory& memory;
+  BlockMemory<COLUMNS>& memory;
   const Arguments& arguments;
   const LocalFrameDecodeParams& params;
   uint8_t* workspace;
@@ -448,7 +448,7 @@ struct Compute : Names {
   __device__ __forceinline__ void staged_product(const bf16* biases, Finish&& finish) {
     const TileBias<P> bias(biases);
     multiply_unit<P>(rings, cursors, [&](int tile, const auto& sum, int column) {
-      stage_tile<P, COLUMNS>(rings.staging, tile, sum, column, bias, finish);
+      stage_tile<P, COLUMNS>(memory.staging, tile, sum, column, bias, finish);
     });
   }
 
@@ -459,7 +459,7 @@ struct Compute : Names {
     for (int i = threadIdx.x; i < P::kRows / 4 * COLUMNS; i += kComputeThreads) {
       const int row = i / COLUMNS * 4, b = i % COLUMNS;
       if (b < params.batch)
-        put(row, b, *reinterpret_cast<const uint2*>(rings.staging + packed_offset<COLUMNS>(b, row)));
+        put(row, b, *reinterpret_cast<const uint2*>(memory.staging + packed_offset<COLUMNS>(b, row)));
     }
     ComputeSync::sync();
   }

@@ -11,31 +11,34 @@
 namespace moss::local_frame {
 
 // Shared memory. COLUMNS: the batch, padded to 8, 16, 32, 64 or 128. SCALE: stages are so many times longer than a
-// product's kStageK16, which spreads the cost of a stage's barriers where the columns are few.
-template <int COLUMNS, int SCALE>
+// product's kStageK16, which spreads the cost of a stage's barriers where the columns are few. OTHER_BYTES: what the
+// block needs besides. Weights get what the stages of activations leave: both hide latency.
+template <int COLUMNS, int SCALE, int OTHER_BYTES>
 struct Rings {
   static constexpr int kColumns = COLUMNS;
   static constexpr int kCapacity = kStageBytes * SCALE;
-  static constexpr int kXCapacity = COLUMNS * kStageSteps * SCALE * 32;
-  static constexpr int kXStages = COLUMNS >= 128 ? 6 : COLUMNS >= 32 ? 4 : 8;
-  static constexpr int kStagingBytes = 80 * COLUMNS * 2;
-  static constexpr int kOtherBytes = 12288;  // barriers and the row phases' memory
-  static constexpr int kWeightStages = (232448 - kXStages * kXCapacity - kStagingBytes - kOtherBytes) / kCapacity;
+  static constexpr int kXSteps = SCALE > 1 ? 8 : kStageSteps;  // at most, of a stage of activations
+  static constexpr int kXCapacity = COLUMNS * kXSteps * 32;
+  static constexpr int kXStages = COLUMNS == 8 ? 16 : COLUMNS == 16 ? 9 : COLUMNS >= 128 ? 6 : 4;
+  static constexpr int kBarrierBytes = 16;  // two a stage
+  static constexpr int kFreeBytes = kSharedBytes - OTHER_BYTES - kXStages * (kXCapacity + kBarrierBytes);
+  static constexpr int kWeightStages = kFreeBytes / (kCapacity + kBarrierBytes);
 
-  alignas(1024) uint8_t weights[kWeightStages][kCapacity];
+  alignas(128) uint8_t weights[kWeightStages][kCapacity];
   alignas(128) uint8_t x[kXStages][kXCapacity];
-  alignas(128) uint8_t staging[kStagingBytes];
   uint64_t weights_full[kWeightStages], weights_empty[kWeightStages];
   uint64_t x_full[kXStages], x_empty[kXStages];
 
-  // A product's stages in these rings.
+  // A product's stages in these rings. One of weights takes kXPerStage of activations, of kStepsX steps each.
   template <class P>
   struct Stages {
     static constexpr int kSteps = P::kStageK16 * SCALE;
     static constexpr int kCount = P::kK16 / kSteps;
+    static constexpr int kXPerStage = (kSteps + kXSteps - 1) / kXSteps;
+    static constexpr int kStepsX = kSteps / kXPerStage;
     static constexpr int kBytes = P::kRows * kSteps * 32;
-    static constexpr int kXBytes = COLUMNS * kSteps * 32;
-    static_assert(P::kK16 % kSteps == 0 && kBytes <= kCapacity && kXBytes <= kXCapacity);
+    static constexpr int kXBytes = COLUMNS * kStepsX * 32;
+    static_assert(P::kK16 % kSteps == 0 && kSteps % kXPerStage == 0 && kBytes <= kCapacity);
   };
 };
 
@@ -153,7 +156,7 @@ __device__ __forceinline__ void stream_activations(Ring& rings, Cursor& cursor, 
     const uint8_t* source = x + static_cast<int64_t>(unit / P::kGroups) * P::kK16 * Ring::kColumns * 32;
     wait(unit / P::kGroups);
     fence_async_global();
-    for (int stage = 0; stage < Stages::kCount; ++stage) {
+    for (int stage = 0; stage < Stages::kCount * Stages::kXPerStage; ++stage) {
       barrier_wait(shared_address(&rings.x_empty[cursor.index]), cursor.parity ^ 1u);
       const uint32_t full = shared_address(&rings.x_full[cursor.index]);
       barrier_expect(full, kBytes);
@@ -180,30 +183,34 @@ __device__ __forceinline__ void multiply(Ring& rings, Cursors& cursors, int colu
   int last_x = -1, last_weights = 0;
 #pragma unroll 1
   for (int stage = 0; stage < Stages::kCount; ++stage) {
-    const Cursor now_weights = cursors.weights, now_x = cursors.x;
+    const Cursor now_weights = cursors.weights;
     cursors.weights.advance(Ring::kWeightStages);
-    cursors.x.advance(Ring::kXStages);
     barrier_wait(shared_address(&rings.weights_full[now_weights.index]), now_weights.parity);
-    barrier_wait(shared_address(&rings.x_full[now_x.index]), now_x.parity);
-    if constexpr (TILES > 0) {
-      const uint32_t a = a_ring + now_weights.index * (Ring::kCapacity / 16);
-      const uint32_t b = b_ring + now_x.index * (Ring::kXCapacity / 16);
-      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < Stages::kSteps; ++k) {
+    for (int part = 0; part < Stages::kXPerStage; ++part) {
+      const Cursor now_x = cursors.x;
+      cursors.x.advance(Ring::kXStages);
+      barrier_wait(shared_address(&rings.x_full[now_x.index]), now_x.parity);
+      if constexpr (TILES > 0) {
+        const uint32_t a = a_ring + now_weights.index * (Ring::kCapacity / 16) + part * Stages::kStepsX * P::kRows * 2;
+        const uint32_t b = b_ring + now_x.index * (Ring::kXCapacity / 16);
+        wgmma_fence();
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
-          wgmma(sum[t], a + (k * P::kRows * 2 + t * STEP * 64), b + k * Ring::kColumns * 2);
+        for (int k = 0; k < Stages::kStepsX; ++k) {
+#pragma unroll
+          for (int t = 0; t < TILES; ++t)
+            wgmma(sum[t], a + (k * P::kRows * 2 + t * STEP * 64), b + k * Ring::kColumns * 2);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
       }
-      wgmma_commit();
-      wgmma_wait<1>();
+      // All but the newest group are done: what they read may be overwritten.
+      if (elected && last_x >= 0) {
+        barrier_arrive(shared_address(&rings.x_empty[last_x]));
+        if (part == 0) barrier_arrive(shared_address(&rings.weights_empty[last_weights]));
+      }
+      last_x = now_x.index;
     }
-    // All but the newest group are done: what they read may be overwritten.
-    if (elected && last_x >= 0) {
-      barrier_arrive(shared_address(&rings.x_empty[last_x]));
-      barrier_arrive(shared_address(&rings.weights_empty[last_weights]));
-    }
-    last_x = now_x.index;
     last_weights = now_weights.index;
   }
   if constexpr (TILES > 0) wgmma_wait<0>();

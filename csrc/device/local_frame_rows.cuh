@@ -29,13 +29,21 @@ struct RowSampling {
 // What the row phases keep in shared memory. A block owns the batch rows blockIdx.x, blockIdx.x + gridDim.x, ...; index
 // i below is the i-th of them.
 struct RowMemory {
-  SampleShared<kComputeThreads> sample;
   float2 reduce[8];
   RowSampling sampling[kMaxRows];
   int32_t seen[kCodebooks * kMaxVocab / 32];  // history of row 0, as it was before the frame
   int16_t codes[kMaxRows][kCodebooks];        // fed codes
   uint8_t live[kMaxRows];                     // active, and has not drawn stop
   uint8_t status[kMaxRows];
+};
+
+// The same, and what never lives at once: a draw, and the tile that a product rounds to bf16.
+template <int COLUMNS>
+struct BlockMemory : RowMemory {
+  union {
+    SampleShared<kComputeThreads> sample;
+    alignas(128) uint8_t staging[80 * COLUMNS * 2];
+  };
 };
 
 __device__ __forceinline__ RowSampling load_sampling(const LocalFrameDecodeParams& params, int b) {
