@@ -64,7 +64,6 @@ constexpr int kMaxVocab = 1024;
 constexpr int kComputeThreads = 256;
 constexpr int kSharedBytes = 232448;  // most that a block may have
 constexpr int kStageBytes = 10240;    // at most, of a weight stage before scaling
-constexpr int kStageSteps = 5;        // likewise its steps of 16
 constexpr int kMaxParts = 4;          // blocks that share the attention of one row
 constexpr int kWarps = kComputeThreads / 32;
 

@@ -17,9 +17,9 @@ template <int COLUMNS, int SCALE, int OTHER_BYTES>
 struct Rings {
   static constexpr int kColumns = COLUMNS;
   static constexpr int kCapacity = kStageBytes * SCALE;
-  static constexpr int kXSteps = SCALE > 1 ? 8 : kStageSteps;  // at most, of a stage of activations
+  static constexpr int kXSteps = COLUMNS <= 16 ? 8 : 5;  // at most, of a stage of activations
   static constexpr int kXCapacity = COLUMNS * kXSteps * 32;
-  static constexpr int kXStages = COLUMNS == 8 ? 16 : COLUMNS == 16 ? 9 : COLUMNS >= 128 ? 6 : 4;
+  static constexpr int kXStages = COLUMNS == 8 ? 16 : COLUMNS == 16 ? 9 : COLUMNS == 32 ? 7 : COLUMNS == 64 ? 4 : 6;
   static constexpr int kBarrierBytes = 16;  // two a stage
   static constexpr int kFreeBytes = kSharedBytes - OTHER_BYTES - kXStages * (kXCapacity + kBarrierBytes);
   static constexpr int kWeightStages = kFreeBytes / (kCapacity + kBarrierBytes);
