@@ -9,16 +9,18 @@ namespace {
 
 constexpr char kOp[] = "local_frame_pack";
 
-// One unit per block: [rows, K] slice of `weight`, whose rows begin at `first_row`, to [k / 8][rows][8].
+// One unit per block: [rows, K] slice of `weight`, whose rows begin at `first_row`, to pieces of [k / 8][rows][8].
 template <class P>
 __global__ void pack_kernel(const bf16* weight, int first_row, bf16* packed) {
   const int group = blockIdx.x % P::kGroups, slice = blockIdx.x / P::kGroups;
   const bf16* source =
       weight + (static_cast<int64_t>(first_row) + group * P::kRows) * P::kInputs + slice * P::kK16 * 16;
-  auto* destination = reinterpret_cast<uint4*>(packed + static_cast<int64_t>(blockIdx.x) * P::kUnitElements);
-  for (int i = threadIdx.x; i < P::kUnitElements / 8; i += blockDim.x) {
+  for (int i = threadIdx.x; i < P::kRows * P::kK16 * 2; i += blockDim.x) {
     const int row = i % P::kRows, chunk = i / P::kRows;
-    destination[i] = *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(row) * P::kInputs + chunk * 8);
+    constexpr int kPieceVectors = P::kPieceElements / 8;
+    const int64_t piece = static_cast<int64_t>(i / kPieceVectors) * P::kUnits + blockIdx.x;
+    reinterpret_cast<uint4*>(packed)[piece * kPieceVectors + i % kPieceVectors] =
+        *reinterpret_cast<const uint4*>(source + static_cast<int64_t>(row) * P::kInputs + chunk * 8);
   }
 }
 

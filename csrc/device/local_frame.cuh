@@ -17,43 +17,45 @@ namespace moss::local_frame {
 
 using bf16 = __nv_bfloat16;
 
-// A product W [groups * kRows, slices * kK16 * 16] x^T, cut into kGroups * kSlices units. A unit's weights are packed
-// as [k / 8][kRows][8], so that a stage of kStageK16 steps of 16 is one contiguous copy.
-template <int ROWS, int K16, int GROUPS, int SLICES, int STAGE_K16>
+// A product W [groups * kRows, slices * kK16 * 16] x^T, cut into kGroups * kSlices units. Weights are packed as
+// [piece][unit][k / 8][kRows][8], with kPieceK16 steps of 16 in a piece: a stage, which is a part of a piece, is one
+// contiguous copy, and blocks that keep step read one piece of memory, spread evenly over the channels.
+template <int ROWS, int K16, int GROUPS, int SLICES, int STAGE_K16, int PIECE_K16>
 struct Product {
   static constexpr int kRows = ROWS, kK16 = K16, kGroups = GROUPS, kSlices = SLICES;
   static constexpr int kUnits = GROUPS * SLICES;
   static constexpr int kStageK16 = STAGE_K16;  // steps of 16 in a stage, of weights and of activations, before scaling
-  static constexpr int kUnitElements = ROWS * K16 * 16;
+  static constexpr int kPieceK16 = PIECE_K16;
+  static constexpr int kPieceElements = ROWS * PIECE_K16 * 16;
   static constexpr int kTiles = (ROWS + 63) / 64;
   static constexpr int kOutputs = ROWS * GROUPS;
   static constexpr int kInputs = K16 * 16 * SLICES;
   static constexpr int64_t kElements = static_cast<int64_t>(kOutputs) * kInputs;
-  static_assert(K16 % STAGE_K16 == 0 && ROWS % 4 == 0);
+  static_assert(K16 % STAGE_K16 == 0 && K16 % PIECE_K16 == 0 && ROWS % 4 == 0);
 };
 
 // MOSS-TTS-Local v1.5.
 struct FullDims {
   static constexpr int kSmallBatchScale = 2;
   static constexpr int kHidden = 2560, kInner = 9728, kHeads = 32, kHeadDim = 80, kVocab = 1024;
-  using KeyValue = Product<40, 160, 128, 1, 5>;
-  using Query = Product<20, 160, 128, 1, 5>;
-  using Projection = Product<80, 40, 32, 4, 4>;
-  using InnerIn = Product<76, 160, 128, 1, 4>;
-  using InnerOut = Product<160, 76, 16, 8, 2>;
-  using Head = Product<64, 20, 16, 8, 5>;
+  using KeyValue = Product<40, 160, 128, 1, 5, 20>;
+  using Query = Product<20, 160, 128, 1, 5, 20>;
+  using Projection = Product<80, 40, 32, 4, 4, 8>;
+  using InnerIn = Product<76, 160, 128, 1, 4, 8>;
+  using InnerOut = Product<160, 76, 16, 8, 2, 4>;
+  using Head = Product<64, 20, 16, 8, 5, 20>;
 };
 
 // A model small enough for the memory and race checkers.
 struct TinyDims {
   static constexpr int kSmallBatchScale = 1;
   static constexpr int kHidden = 256, kInner = 512, kHeads = 4, kHeadDim = 64, kVocab = 128;
-  using KeyValue = Product<32, 16, 16, 1, 4>;
-  using Query = Product<16, 16, 16, 1, 4>;
-  using Projection = Product<64, 4, 4, 4, 4>;
-  using InnerIn = Product<32, 16, 16, 1, 4>;
-  using InnerOut = Product<64, 8, 4, 4, 2>;
-  using Head = Product<32, 4, 4, 4, 4>;
+  using KeyValue = Product<32, 16, 16, 1, 4, 4>;
+  using Query = Product<16, 16, 16, 1, 4, 4>;
+  using Projection = Product<64, 4, 4, 4, 4, 4>;
+  using InnerIn = Product<32, 16, 16, 1, 4, 4>;
+  using InnerOut = Product<64, 8, 4, 4, 2, 2>;
+  using Head = Product<32, 4, 4, 4, 4, 4>;
 };
 
 constexpr int kMaxBatch = 128;

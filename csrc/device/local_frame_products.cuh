@@ -79,6 +79,8 @@ struct WeightWalk {
   const bf16* packed;
   bool has_table;
   int kind = kKeyValue, position = 0, unit = blockIdx.x, stage = 0, stages = 0, units = 0;
+  int piece_stages = 0, piece_end = 0;  // stages of a piece; the stage after the present one
+  int64_t skip = 0;                     // elements from there to the unit's next piece
   uint32_t bytes = 0;
   const bf16* source = nullptr;
 
@@ -90,9 +92,12 @@ struct WeightWalk {
 
   template <class P>
   __device__ __forceinline__ void open(int64_t offset) {
-    source = packed + offset + static_cast<int64_t>(unit) * P::kUnitElements;
+    source = packed + offset + static_cast<int64_t>(unit) * P::kPieceElements;
     using Stages = typename Ring::template Stages<P>;
+    static_assert(P::kPieceK16 % Stages::kSteps == 0);
     stage = 0, stages = Stages::kCount, units = P::kUnits, bytes = Stages::kBytes;
+    piece_stages = piece_end = P::kPieceK16 / Stages::kSteps;
+    skip = static_cast<int64_t>(P::kUnits - 1) * P::kPieceElements;
   }
 
   __device__ __forceinline__ void open() {
@@ -107,7 +112,8 @@ struct WeightWalk {
 
   __device__ __forceinline__ void next() {
     source += bytes / 2;
-    if (++stage < stages) return;
+    if (++stage == piece_end) piece_end += piece_stages, source += skip;
+    if (stage < stages) return;
     unit += gridDim.x;
     if (unit >= units) {
       unit = blockIdx.x;
