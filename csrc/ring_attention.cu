@@ -73,7 +73,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   cudaTriggerProgrammaticLaunchCompletion();
   const RingPlace guess = guess_place(params, row);
   if (params.dependent_launch) prefetch_ring(params, guess, head);
-  cudaGridDependencySynchronize();
+  // The kernel ahead writes `qkv` alone, if the caller says so: the first tiles are asked for while it ends.
+  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
+  if (!early) cudaGridDependencySynchronize();
 
   const int valid = __ldcg(params.valid + row);
   const int64_t slot = __ldcg(params.slots + row);
@@ -96,6 +98,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i)
     copy(warp + i * WARPS);
+  if (early) cudaGridDependencySynchronize();
   chunk.load(params, row, head, valid);
   __syncthreads();
 

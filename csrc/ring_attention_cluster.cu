@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   cudaTriggerProgrammaticLaunchCompletion();
   const RingPlace guess = guess_place(params, row);
   if (params.dependent_launch && first == 0) prefetch_ring(params, guess, head);
-  cudaGridDependencySynchronize();
+  // The kernel ahead writes `qkv` alone, if the caller says so: the ring is copied while it ends.
+  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
+  if (!early) cudaGridDependencySynchronize();
 
   Ring ring;
   int ring_tiles;
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
     copy_async_commit();
   };
   copy_ring(guess);
+  if (early) cudaGridDependencySynchronize();
   const int valid = __ldcg(params.valid + row);
   RingPlace place = {__ldcg(params.slots + row), __ldcg(params.offset + guess.slot)};
   const int width = params.heads * kHeadDim;

@@ -73,7 +73,7 @@ def expected_outputs(op, arguments, options):
     qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
     y, keys, values = torch.empty(out.shape, device=out.device), ring_k.clone(), ring_v.clone()
     ring_attention_reference(qkv.float(), cos_sin, ring_k.float(), ring_v.float(), *rest, y)
-    assert options == {"write": True}
+    assert options == {"write": True, "settled": True}
     ring_kv_write_reference(qkv, cos_sin, keys, values, *rest[:3])
     return {"out": (out, y), "ring_k": (ring_k, keys), "ring_v": (ring_v, values)}
 
@@ -155,7 +155,7 @@ def test_every_op_of_the_toy_step_is_right(golden):
     ],
 )
 def test_the_search_finds_the_op_that_does_too_little(golden, options, message):
-    def replaced(*arguments, write):
+    def replaced(*arguments, write, settled):
         return options and ring_attention(*arguments, **options)
 
     with mock.patch.object(codec_chunk, "ring_attention", replaced), pytest.raises(AssertionError, match=message):

@@ -95,6 +95,7 @@ def require_write_after(inputs: RingInputs, attended: torch.Tensor, device="cpu"
     """The op with `write` gives `attended`, and the rings that `ring_kv_write_reference` gives."""
     expected, inputs = inputs.to("cpu"), inputs.to(device)
     ring_kv_write_reference(*expected.step)
+    require_equal("out of settled inputs", inputs.attend(partial(ring_attention, settled=True)), attended)
     require_equal("out", inputs.attend(partial(ring_attention, write=True)), attended)
     for name in ("ring_k", "ring_v"):
         require_equal(name, getattr(inputs, name).nan_to_num(), getattr(expected, name).nan_to_num())
@@ -214,7 +215,7 @@ def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
     floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
     inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
     out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
-    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write), strict=True))
+    return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write, False), strict=True))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -22,7 +22,7 @@ __all__ = [
 _OP = "ring_attention"
 # Backends that take any chunk.
 _ANY_SIZE = ("triton", "reference")
-# Arguments that `ring_kv_write` has too, and the place of `write`.
+# Arguments that `ring_kv_write` has too, and the place of `write`, which the dispatcher may leave out.
 _SHARED, _WRITE = 7, 10
 
 
@@ -72,6 +72,7 @@ def _check(
     chunk_in_ring: bool,
     out: torch.Tensor,
     write: bool = False,
+    settled: bool = False,
 ) -> None:
     sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset)
     if not 1 <= window <= sizes["C"]:
@@ -104,15 +105,15 @@ def _run_cuda(*arguments: object) -> None:
 
 
 def _attend_and_write(attention: Callable[..., None], *arguments: object) -> None:
-    *step, write = arguments if len(arguments) > _WRITE else (*arguments, False)
+    step = arguments[:_WRITE]
     attention(*step)
-    if write:
+    if any(arguments[_WRITE : _WRITE + 1]):
         torch.ops.moss.ring_kv_write(*step[:_SHARED])
 
 
 _library.OPS.define(
     "ring_attention(Tensor qkv, Tensor cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
-    "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False) -> ()"
+    "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False, bool settled=False) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -131,6 +132,7 @@ def ring_attention(
     chunk_in_ring: bool,
     out: torch.Tensor,
     write: bool = False,
+    settled: bool = False,
 ) -> None:
     """Attention of one layer of the codec over a chunk of tokens of each row's stream.
 
@@ -160,6 +162,8 @@ def ring_attention(
             key (an oversized chunk, T > C, with `chunk_in_ring`).
         write: whether the chunk's keys and values are stored in the rings after the attention, as `ring_kv_write`
             does; not with `chunk_in_ring`.
+        settled: whether no kernel that may still run writes rings, `slots`, `valid` or `offset`. Then CUDA C++ may read
+            them while the kernel ahead in the stream still runs.
 
     Raises:
         ValueError: A shape, range, layout or device is wrong; the message names the argument.
@@ -168,4 +172,5 @@ def ring_attention(
 
     Graph-safe: yes.
     """
-    torch.ops.moss.ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write)
+    step = qkv, cos_sin, ring_k, ring_v, slots, valid, offset
+    torch.ops.moss.ring_attention(*step, window, chunk_in_ring, out, write, settled)

@@ -13,6 +13,7 @@ MAX_TOKENS = 32
 HEAD_DIM = 64
 # Of longer chunks: blocks that run at once, those of a cluster, and keys that a block sees.
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
+_DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
 
 
 class RingAttentionParams(ctypes.Structure):
@@ -75,12 +76,14 @@ def ring_attention_cuda(
     chunk_in_ring: bool,
     out: torch.Tensor,
     write: bool = False,
+    settled: bool = False,
 ) -> None:
     """See `moss_kernels.ring_attention`; for what `takes` allows.
 
     With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one could
-    have written.
+    have written; of what is settled, not at all.
     """
+    dependent = dependent_launch(qkv.device, default=True)
     ring_slots, heads, capacity, head_dim = ring_k.shape
     params = RingAttentionParams(
         struct_size=ctypes.sizeof(RingAttentionParams),
@@ -94,7 +97,7 @@ def ring_attention_cuda(
         ring_slots=ring_slots,
         write=write,
         scale=head_dim**-0.5 * math.log2(math.e),
-        dependent_launch=dependent_launch(qkv.device, default=True),
+        dependent_launch=_DEPENDENT_EARLY if dependent and settled else dependent,
         qkv=qkv.data_ptr(),
         cos_sin=cos_sin.data_ptr(),
         ring_k=ring_k.data_ptr(),

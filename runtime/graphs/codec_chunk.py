@@ -285,7 +285,7 @@ class CodecChunk:
         for index, layer in enumerate(stage.layers):
             step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
             codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
-            ring_attention(*step, config.context, False, attended, write=True)
+            ring_attention(*step, config.context, False, attended, write=True, settled=True)
             codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
             codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)

@@ -53,7 +53,9 @@ def _token(pages: Tensor) -> int:
     return 2 * pages.shape[1] * pages.shape[3] * pages.element_size()
 
 
-def _ring_attention(qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write=False) -> int:
+def _ring_attention(
+    qkv, cos_sin, ring_k, ring_v, slots, valid, offset, window, chunk_in_ring, out, write=False, settled=False
+) -> int:
     token = 2 * ring_k.shape[1] * ring_k.shape[3] * ring_k.element_size()
     stored = offset[slots.long()].clamp(max=window - 1)[valid > 0].sum()
     written = valid.clamp(max=ring_k.shape[2]).sum() if write else 0

@@ -56,7 +56,7 @@ def _lookup(*arguments: object) -> None:
 
 
 def _ring_attention(*arguments: object) -> None:
-    *step, write = arguments
+    *step, write, _ = arguments
     ring_attention_reference(*step)
     if write:
         ring_kv_write_reference(*step[:7])
