@@ -1,8 +1,10 @@
 // moss_codec_linear: for few rows, where the time is that of streaming the weights. A block takes a few outputs; its
-// warps share the inputs, and their partial sums are added at the end. All weights of a thread's first batch are asked
-// for before the kernel waits for the one ahead of it.
+// warps, and with long inputs the blocks of a cluster, share these, and their partial sums are added at the end. All
+// weights of a thread's first batch are asked for before the kernel waits for the one ahead of it.
 #include "checks.h"
 #include "codec_linear.h"
+#include "device/bulk_copy.cuh"
+#include "device/cluster.cuh"
 #include "device/copy_async.cuh"
 #include "device/gelu.cuh"
 #include "device/mma.cuh"
@@ -88,11 +90,12 @@ template <int COLUMNS, int BATCH>
 constexpr bool kInShared = COLUMNS * BATCH > 10;
 
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
-template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
+// SLICES: of the inputs, one for each block of a cluster; a block then finishes every SLICES-th row.
+template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X, int SLICES>
 __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kernel(const CodecLinearParams params) {
   constexpr int kOutputs = COLUMNS * kTile;
-  constexpr int kPairs = (ROWS + 1) / 2;                     // 16 rows, as one product has
-  constexpr int kPitch = kOutputs + (COLUMNS == 2) * kTile;  // so that a warp's rows lie in different banks
+  constexpr int kPairs = (ROWS + 1) / 2;                         // 16 rows, as one product has
+  constexpr int kPitch = kOutputs + (COLUMNS % 2 == 0) * kTile;  // so that a warp's rows lie in different banks
   constexpr bool kShared = kInShared<COLUMNS, BATCH>;
   // Chunks whose inputs a thread loads at once: as many as there is room for in registers.
   constexpr int kFit = (kShared ? 20 : 12) / ROWS;
@@ -100,15 +103,18 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   extern __shared__ uint4 own_weights[];  // [BATCH][COLUMNS][kThreads]
   __shared__ float2 partial[kPairs][kWarps][16][kPitch / 2];
   __shared__ Moments moments_of[NORM ? kWarps : 1][NORM ? ROWS * kTile : 1];
+  __shared__ float2 sums_of[SLICES][kPairs][16][kOutputs / 2];  // of the rows that this block finishes
+  static_assert(SLICES == 1 || !NORM);
 
   const int rows = params.rows, outputs = params.outputs, inputs = params.inputs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  const int first = blockIdx.x * kOutputs;
-  const int chunks = inputs / kChunk, share = (chunks + kWarps - 1) / kWarps;
-  const int begin = min(warp * share, chunks), end = min(begin + share, chunks);
+  const int slice = blockIdx.x % SLICES, first = blockIdx.x / SLICES * kOutputs;
+  const int chunks = inputs / kChunk, share = (chunks + SLICES * kWarps - 1) / (SLICES * kWarps);
+  const int begin = min((slice * kWarps + warp) * share, chunks), end = min(begin + share, chunks);
   const int own_input = begin * kChunk + quarter * 8;
 
   cudaTriggerProgrammaticLaunchCompletion();
+  if constexpr (SLICES > 1) cluster_arrive();
   const bf16* weight[COLUMNS];
   uint4 held[kShared ? 1 : BATCH][COLUMNS];
   const auto load_batch = [&](int batch) {
@@ -217,16 +223,40 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   }
   __syncthreads();
 
+  const auto sum_of_warps = [&](int p) {
+    float2 y = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      y.x += partial[p][w][out_row][out_pair].x;
+      y.y += partial[p][w][out_row][out_pair].y;
+    }
+    return y;
+  };
+  if constexpr (SLICES > 1) {
+    cluster_wait();
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      if (!finishes || 16 * p + out_row >= rows) continue;
+      const float2 y = sum_of_warps(p);
+      store_peer(peer_address(shared_address(&sums_of[slice][p][out_row][out_pair]), out_row % SLICES), y.x, y.y);
+    }
+    __syncwarp();
+    cluster_arrive(), cluster_wait();
+    if (out_row % SLICES != slice) return;
+  }
+
   if (!finishes) return;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     const int row = 16 * p + out_row;
     if (row >= rows) return;
     float2 y = {};
+    if constexpr (SLICES == 1) {
+      y = sum_of_warps(p);
+    } else {
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      y.x += partial[p][w][out_row][out_pair].x;
-      y.y += partial[p][w][out_row][out_pair].y;
+      for (int i = 0; i < SLICES; ++i)
+        y = {y.x + sums_of[i][p][out_row][out_pair].x, y.y + sums_of[i][p][out_row][out_pair].y};
     }
     if constexpr (NORM) {
       Moments total = {};
@@ -250,16 +280,16 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   }
 }
 
-template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X>
+template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X, int SLICES = 1>
 MossStatus launch_rows(const CodecLinearParams& params) {
-  auto* kernel = codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X>;
+  auto* kernel = codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X, SLICES>;
   constexpr int kOutputs = COLUMNS * kTile;
   constexpr int kBytes = kInShared<COLUMNS, BATCH> ? BATCH * COLUMNS * kThreads * static_cast<int>(sizeof(uint4)) : 0;
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
-  const dim3 grid((params.outputs + kOutputs - 1) / kOutputs);
-  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads), kBytes);
+  const dim3 grid((params.outputs + kOutputs - 1) / kOutputs * SLICES);
+  return launch_kernel(kOp, kernel, params, grid, dim3(kThreads), kBytes, SLICES);
 }
 
 template <int COLUMNS, int BATCH, bool NORM, typename X>
@@ -280,14 +310,17 @@ MossStatus launch_norm(const CodecLinearParams& params, int share) {
   return launch<2, 5, true, X>(params);
 }
 
-// Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes.
+// Blocks for most multiprocessors; a batch that holds all of a thread's weights at the codec's sizes. Each block reads
+// all rows: where these are many and long, more than all weights, so that slices of them are shared.
 MossStatus dispatch(const CodecLinearParams& params) {
   const int share = (params.inputs / kChunk + kWarps - 1) / kWarps;
   if (params.norm_weight)
     return params.x_dtype == MOSS_FLOAT32 ? launch_norm<float>(params, share) : launch_norm<bf16>(params, share);
   if (share <= 3) return params.outputs > 1536 ? launch<2, 3, false, bf16>(params) : launch<1, 3, false, bf16>(params);
   if (share <= 5) return params.outputs > 2048 ? launch<2, 5, false, bf16>(params) : launch<1, 5, false, bf16>(params);
-  if (share <= 12) return launch<1, 12, false, bf16>(params);
+  if (share <= 12)
+    return params.rows > 16 ? launch_rows<4, 4, 3, false, bf16, 4>(params) : launch<1, 12, false, bf16>(params);
+  if (params.rows > 8 && params.rows <= 16) return launch_rows<2, 2, 10, false, bf16, 2>(params);
   return launch<1, 20, false, bf16>(params);
 }
 
