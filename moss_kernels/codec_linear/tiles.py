@@ -133,7 +133,7 @@ _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
 WIDE_COLUMNS = 96
 _WIDE = tuple(CudaTile(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
 # From how many rows they win, for weights [N, K].
-_WIDE_LEAST_ROWS = {(2304, 768): 3500, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
+_WIDE_LEAST_ROWS = {(2304, 768): 1700, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
 _WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
 
 
@@ -156,7 +156,7 @@ def wide_tile(m: int, n: int, k: int) -> CudaTile:
     def time(tile: CudaTile) -> float:
         rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
         steps, area = k / 64, tile.rows * tile.columns / 64
-        return rounds * (area * (2 * steps + 8) + 0.3 * (tile.rows + tile.columns) * steps + 5000)
+        return rounds * (area * (2 * steps + 8) + 0.37 * (tile.rows + tile.columns) * steps + 835)
 
     return min(_WIDE, key=time)
 
