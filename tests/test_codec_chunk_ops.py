@@ -5,7 +5,7 @@ part, on a GPU alone, tells faults of ordering from faults of arithmetic.
 """
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -18,10 +18,11 @@ from moss_kernels.dequantize_codes import dequantize_codes_reference
 from moss_kernels.ring_attention import ring_attention, ring_attention_reference, rope_tables
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.codec_weights import codec_weights
-from moss_runtime.graphs import CodecChunk, codec_chunk
+from moss_runtime.graphs import CodecChunk, codec_chunk, codec_layers
 from moss_runtime.model.codec import Codec, CodecConfig
 
-OPS = ("dequantize_codes", "codec_linear", "ring_attention")
+# Each op of a step, and the module that calls it.
+OPS = {"dequantize_codes": codec_chunk, "codec_linear": codec_layers, "ring_attention": codec_chunk}
 # Relative error of one call on its own inputs: bfloat16 roundings of inputs and output stay well below. Of the keys and
 # values that a call writes every bit is promised.
 TOLERANCE = 0.02
@@ -50,6 +51,14 @@ def random_rings(chunk):
     for rings in chunk.slots.stages:
         for ring in (rings.keys, rings.values):
             ring[:, :-1].normal_(generator=generator)
+
+
+def replaced_ops(replacement):
+    """A context in which each op of a step is what `replacement(name, op)` makes of it."""
+    stack = ExitStack()
+    for op, module in OPS.items():
+        stack.enter_context(mock.patch.object(module, op, replacement(op, getattr(module, op))))
+    return stack
 
 
 def relative_error(actual, expected):
@@ -104,9 +113,8 @@ def step_faults(chunk, codes, slots, valid):
     before = chunk.slots.offsets[:, slots].clone()
     rotations = []
     own = chunk._rotations
-    ops = {op: partial(counted, op, getattr(codec_chunk, op)) for op in OPS}
     record = mock.patch.object(chunk, "_rotations", lambda *size: rotations.extend(own(*size)) or rotations)
-    with record, mock.patch.multiple(codec_chunk, **ops):
+    with record, replaced_ops(lambda op, function: partial(counted, op, function)):
         audio = chunk(codes, slots, valid)
     rates = torch.tensor([[stage.tokens_per_frame] for stage in chunk.stages])
     consumed = rates * torch.tensor(valid)
@@ -196,8 +204,7 @@ def audio_and_rings(codec, batch, frames, *, wait=False, graph=False):
     random_rings(chunk)
     if graph:
         chunk.capture([batch])
-    ops = {op: waiting(getattr(codec_chunk, op)) for op in OPS}
-    with mock.patch.multiple(codec_chunk, **ops) if wait else nullcontext():
+    with replaced_ops(lambda _, function: waiting(function)) if wait else nullcontext():
         shape = (batch, frames, codec.config.codebooks)
         codes = [torch.randint(codec.config.codebook_size, shape, generator=generator, device="cuda") for _ in range(4)]
         audio = [chunk(part, range(batch), [frames] * batch) for part in codes]

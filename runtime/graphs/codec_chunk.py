@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moss_kernels.codec_linear import codec_linear
 from moss_kernels.dequantize_codes import dequantize_codes
 from moss_kernels.ring_attention import ring_attention, rope_tables
+from moss_runtime.graphs.codec_layers import StageBuffers, front
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.stream import check_step
@@ -19,38 +19,26 @@ FRAMES = (1, 2, 3, 4, 6, 8, 10, 12, 15)
 _log = logging.getLogger(__name__)
 
 
-class ChunkBuffers:
+class ChunkBuffers(StageBuffers):
     """Static memory of the step; views of the front of each buffer serve smaller batches and chunks.
 
     Attributes:
         codes: [max_batch * frames * codebooks] int64.
         slots, valid: [max_batch] int32.
         stage_valid: [stages, max_batch] int32. Valid tokens of each row at each stage's rate.
-        stream: the residual stream of a stage.
-        wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
-        scratch: what `codec_linear` asks for.
         audio: [max_batch * channels * frames * samples_per_frame] float32.
     """
 
     def __init__(
         self, codec: Codec, stages: Sequence[StageWeights], batch: int, frames: int, residual_dtype: torch.dtype
     ):
-        config, device, dtype = codec.config, codec.device, codec.dtype
+        config, device = codec.config, codec.device
         rows = batch * frames
-
-        def most(width_of_stage) -> int:
-            return rows * max(stage.tokens_per_frame * width_of_stage(stage.config) for stage in stages)
-
-        # The last stage's output is float32, twice the elements of a 16-bit buffer.
-        wide = most(lambda c: max(c.input_size, 4 * c.d_model, c.feedforward_size, 2 * c.output_size))
-        widths = most(lambda c: c.d_model)
+        super().__init__(stages, rows, dtype=codec.dtype, residual_dtype=residual_dtype, device=device)
         self.codes = torch.zeros(rows * config.codebooks, dtype=torch.int64, device=device)
         self.slots = torch.zeros(batch, dtype=torch.int32, device=device)
         self.valid = torch.zeros(batch, dtype=torch.int32, device=device)
         self.stage_valid = torch.zeros(len(stages), batch, dtype=torch.int32, device=device)
-        self.stream = torch.zeros(widths, dtype=residual_dtype, device=device)
-        self.wide = torch.zeros(wide, dtype=dtype, device=device)
-        self.scratch = torch.zeros(widths, dtype=dtype, device=device)
         self.audio = torch.zeros(rows * config.channels * config.samples_per_frame, device=device)
 
     @property
@@ -222,11 +210,11 @@ class CodecChunk:
 
     def _codes(self, batch: int, frames: int) -> torch.Tensor:
         shape = (batch, frames, self.codec.config.codebooks)
-        return _front(self.buffers.codes, *shape)
+        return front(self.buffers.codes, *shape)
 
     def _audio(self, batch: int, frames: int) -> torch.Tensor:
         config = self.codec.config
-        return _front(self.buffers.audio, batch, config.channels, frames * config.samples_per_frame)
+        return front(self.buffers.audio, batch, config.channels, frames * config.samples_per_frame)
 
     def compute(self, batch: int, frames: int) -> None:
         """The work of a step: static inputs to static audio; this is what a graph holds."""
@@ -235,7 +223,7 @@ class CodecChunk:
         stage_valid = buffers.stage_valid[:, :batch]
         torch.mul(valid, self._rates, out=stage_valid)
         rotations = self._rotations(batch, frames)
-        features = _front(buffers.wide, batch, frames, self.table.shape[2])
+        features = front(buffers.wide, batch, frames, self.table.shape[2])
         dequantize_codes(self._codes(batch, frames), self.table, features)
         for index, (stage, rings) in enumerate(zip(self.stages, self.slots.stages, strict=True)):
             last = index == len(self.stages) - 1
@@ -273,27 +261,12 @@ class CodecChunk:
         last: bool,
     ) -> torch.Tensor:
         """One transformer stage: features of any shape with `input_size` values per token -> [M, output_size]."""
-        config, buffers = stage.config, self.buffers
+        buffers = self.buffers
         batch, tokens = cos_sin.shape[:2]
-        m, d = batch * tokens, config.d_model
-        slots, scratch = buffers.slots[:batch], buffers.scratch
-        x = _front(buffers.stream, m, d)
-        qkv = _front(buffers.wide, batch, tokens, 3 * d)
-        attended = _front(buffers.wide[qkv.numel() :], batch, tokens, d)
-        hidden = _front(buffers.wide, m, config.feedforward_size)
-        codec_linear(features.view(m, config.input_size), stage.input_proj, x)
-        for index, layer in enumerate(stage.layers):
-            step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
-            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
-            ring_attention(*step, config.context, False, attended, write=True, settled=True)
-            codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
-            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
-            codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)
-        out = _front(buffers.wide.view(torch.float32) if last else buffers.wide, m, config.output_size)
-        codec_linear(x, stage.output_proj, out)
-        return out
+        slots = buffers.slots[:batch]
 
+        def attend(layer: int, qkv: torch.Tensor, attended: torch.Tensor) -> None:
+            step = (qkv, cos_sin, rings.keys[layer], rings.values[layer], slots, valid, rings.offset)
+            ring_attention(*step, stage.config.context, False, attended, write=True, settled=True)
 
-def _front(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The first elements of a flat buffer as a tensor of a shape."""
-    return buffer[: torch.Size(shape).numel()].view(shape)
+        return buffers.run(stage, features, batch, tokens, attend, last=last)

@@ -1,0 +1,85 @@
+"""A transformer stage of the codec over static buffers, as the chunk step and the clip encoder run it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moss_kernels.codec_linear import codec_linear
+from moss_runtime.graphs.codec_weights import StageWeights
+
+
+def front(buffer: Tensor, *shape: int) -> Tensor:
+    """The first elements of a flat buffer as a tensor of a shape."""
+    return buffer[: torch.Size(shape).numel()].view(shape)
+
+
+class StageBuffers:
+    """Static memory that all stages share; views of the front of each buffer serve fewer tokens.
+
+    Attributes:
+        stream: the residual stream of a stage.
+        wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
+        scratch: what `codec_linear` asks for.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageWeights],
+        frames: int,
+        *,
+        dtype: torch.dtype,
+        residual_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """Allocates them for `frames` frames of all rows together; `dtype` is that of the weights."""
+
+        def most(width_of_stage) -> int:
+            return frames * max(stage.tokens_per_frame * width_of_stage(stage.config) for stage in stages)
+
+        # The last stage's output is float32, twice the elements of a 16-bit buffer.
+        wide = most(lambda c: max(c.input_size, 4 * c.d_model, c.feedforward_size, 2 * c.output_size))
+        widths = most(lambda c: c.d_model)
+        self.stream = torch.zeros(widths, dtype=residual_dtype, device=device)
+        self.wide = torch.zeros(wide, dtype=dtype, device=device)
+        self.scratch = torch.zeros(widths, dtype=dtype, device=device)
+
+    def run(
+        self,
+        stage: StageWeights,
+        features: Tensor,
+        batch: int,
+        tokens: int,
+        attend: Callable[[int, Tensor, Tensor], None],
+        *,
+        last: bool,
+    ) -> Tensor:
+        """One transformer stage.
+
+        Args:
+            stage: weights.
+            features: of any shape, with `input_size` values per token; may lie in `wide`.
+            batch, tokens: rows, and tokens of each.
+            attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
+                [B, T, H*D].
+            last: whether the output is float32.
+
+        Returns:
+            [B * T, output_size], in `wide`.
+        """
+        config, m = stage.config, batch * tokens
+        d, scratch = config.d_model, self.scratch
+        x = front(self.stream, m, d)
+        qkv = front(self.wide, batch, tokens, 3 * d)
+        attended = front(self.wide[qkv.numel() :], batch, tokens, d)
+        hidden = front(self.wide, m, config.feedforward_size)
+        codec_linear(features.view(m, config.input_size), stage.input_proj, x)
+        for index, layer in enumerate(stage.layers):
+            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
+            attend(index, qkv, attended)
+            codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
+            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
+            codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)
+        out = front(self.wide.view(torch.float32) if last else self.wide, m, config.output_size)
+        codec_linear(x, stage.output_proj, out)
+        return out
