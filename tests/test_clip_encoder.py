@@ -5,6 +5,7 @@ import torch
 
 from moss_runtime.errors import AudioError
 from moss_runtime.graphs.clip_encoder import ClipEncoder
+from moss_runtime.graphs.codec_weights import encoder_weights
 from moss_runtime.model.codec import Codec
 from moss_runtime.random_weights import codec_config, random_codec
 
@@ -20,6 +21,32 @@ def codec(golden):
 def clips(lengths=CLIPS):
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(2, length, generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("name", ["codec", "codec_mono"])
+def test_codes_are_the_recorded_ones(golden, name):
+    recorded = golden(name)
+    audio, lengths = recorded.expected["encode.audio"], recorded.expected["encode.lengths"].tolist()
+    codec = Codec.from_pretrained(recorded.directory)
+    encoder = ClipEncoder(codec, 2, lengths=(max(lengths) + 3,))
+    expected = recorded.expected["encode.codes"].permute(1, 2, 0)
+    for codes, row, length in zip(encoder(list(audio)), expected, lengths, strict=True):
+        assert length and torch.equal(codes, row[:length])
+
+
+def test_columns_of_input_projections_make_the_patch_step_a_view(codec):
+    for stage, index in zip(encoder_weights(codec), (1, 3, 5), strict=True):
+        patch, module = codec.encoder[index - 1], codec.encoder[index]
+        x = torch.randn(2, 3 * patch.patch_size, stage.config.input_size // patch.patch_size)
+        actual = x.reshape(2, 3, -1) @ stage.input_proj.T
+        torch.testing.assert_close(actual, module.input_proj(patch(x)))
+    assert [stage.tokens_per_frame for stage in encoder_weights(codec)] == [4, 2, 1]
+
+
+def test_an_encoder_must_end_with_a_transformer(codec):
+    codec.encoder.append(codec.encoder[0])
+    with pytest.raises(ValueError, match="ends with a transformer, got Patch"):
+        ClipEncoder(codec, 1)
 
 
 def test_codes_are_those_of_each_clip_alone(codec):
@@ -72,3 +99,16 @@ def test_graphs_give_the_codes_of_a_clip_alone(size):
     assert graphs.replays == 3 + 7 and not graphs.fallbacks
     for codes, other in zip(together, eager(given), strict=True):
         assert torch.equal(codes, other)
+
+
+@pytest.mark.gpu
+def test_bfloat16_codes_are_as_close_to_float32_as_those_of_the_eager_encoder():
+    config = codec_config("full")
+    clip = torch.rand(2, 40 * config.samples_per_frame, generator=torch.Generator().manual_seed(5)) - 0.5
+    exact = random_codec(config, device="cuda", encoder=True).encode([clip])[0].cpu()
+    codec = random_codec(config, device="cuda", dtype=torch.bfloat16, encoder=True)
+    eager, new = codec.encode([clip])[0].cpu(), ClipEncoder(codec, 1)([clip])[0]
+    eager_share, share = ((codes == exact).float().mean().item() for codes in (eager, new))
+    assert share > max(eager_share - 0.05, 0.2), (
+        f"{share:.3f} of the codes are those of float32, eager {eager_share:.3f}"
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moss_kernels.testing.compare import implementation
 from moss_runtime.graphs import CodecChunk, codec_chunk
-from moss_runtime.graphs.codec_weights import code_table, stage_weights
+from moss_runtime.graphs.codec_weights import code_table, decoder_weights
 from moss_runtime.model.codec import Codec
 
 ROOT = Path(__file__).parents[1]
@@ -171,12 +171,12 @@ def test_code_table_is_the_quantizer(stereo, golden):
 
 def test_rows_of_output_projections_make_the_patch_step_a_view(stereo):
     x = torch.randn(2, 3, 48)
-    for stage, start in zip(stage_weights(stereo), (0, 2, 4), strict=True):
+    for stage, start in zip(decoder_weights(stereo), (0, 2, 4), strict=True):
         x = torch.randn(2, 3, stage.config.d_model)
         expected = stereo.decoder[start + 1](stereo.decoder[start].output_proj(x))
         actual = (x @ stage.output_proj.T).reshape(expected.shape)
         torch.testing.assert_close(actual, expected)
-    assert [stage.tokens_per_frame for stage in stage_weights(stereo)] == [1, 2, 4]
+    assert [stage.tokens_per_frame for stage in decoder_weights(stereo)] == [1, 2, 4]
 
 
 def test_what_ran_eagerly_is_counted(stereo, golden):

@@ -109,7 +109,8 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     kinds |= {"NORM": gelu, "EVEN_K": True, "PREFETCH": True, "SLICES": tile.warps}
                     add(codec_linear_stream_kernel, pointers, options, **sizes, **kinds)
                 elif tile.kind == "tile":
-                    kinds |= {"EVEN_K": True, "PREFETCH": True, "PART": min(PART, tile.block_n)}
+                    # Without GELU also for the 240 inputs of the encoder's first stage.
+                    kinds |= {"EVEN_K": gelu, "PREFETCH": True, "PART": min(PART, tile.block_n)}
                     add(codec_linear_tile_kernel, pointers, options, **sizes, **kinds)
                 else:
                     kinds |= {"PREFETCH": True, "PART": min(PERSISTENT_PART, tile.block_n)}

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moss_kernels.ring_attention import ring_attention, rope_tables
 from moss_runtime.errors import AudioError
 from moss_runtime.graphs.capture import GraphSet, bucket_for
+from moss_runtime.graphs.codec_layers import StageBuffers, front
+from moss_runtime.graphs.codec_weights import StageWeights, encoder_weights
 from moss_runtime.model.codec import Codec
 from moss_runtime.observe import Metrics
 
 NOT_FINITE = "not encoded: features of a clip overflow in {}, or the codec's weights are corrupt"
-# Up to 10 s: longer clips keep a GPU busy by themselves.
-LENGTHS = (25, 50, 75, 100, 125)
+# Clips of 3 s have 38 frames, those of 10 s 125. Longer ones than all buckets keep a GPU busy by themselves.
+LENGTHS = (16, 24, 32, 40, 48, 64, 80, 104, 128, 192, 256)
 
 
 class ClipEncoder:
@@ -23,7 +26,12 @@ class ClipEncoder:
     the clip's own length alone: it is padded to a bucket, and every pass to the same number of rows. A clip longer than
     all buckets runs by itself.
 
+    The layers are those of `CodecChunk`: a clip is a chunk of a stream that has just begun, with a ring that holds
+    nothing yet.
+
     Attributes:
+        stages: weights, shared with the codec.
+        buffers: static memory of the stages.
         graphs: one for each length bucket.
     """
 
@@ -44,15 +52,34 @@ class ClipEncoder:
             lengths: buckets in frames.
             metrics: for replays and eager passes.
             graphs: False runs everything eagerly.
+
+        Raises:
+            ValueError: the encoder's layout is not supported.
         """
-        config, device = codec.config, codec.device
+        config, device, dtype = codec.config, codec.device, codec.dtype
         self.codec, self.rows, self.lengths = codec, rows, sorted(lengths)
-        most = self.lengths[-1]
-        shape = (rows, config.channels, most * config.samples_per_frame)
-        self._audio = torch.zeros(shape, dtype=codec.dtype, device=device)
+        self.stages, most = encoder_weights(codec), self.lengths[-1]
+        options = {"dtype": dtype, "residual_dtype": dtype, "device": device}
+        self.buffers = StageBuffers(self.stages, rows * most, **options)
+        self._audio = torch.zeros(rows, config.channels, most * config.samples_per_frame, dtype=dtype, device=device)
         self._frames = torch.zeros(rows, dtype=torch.int64, device=device)
         self._codes = torch.zeros(rows, most, config.codebooks, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._slots = torch.arange(rows, dtype=torch.int32, device=device)
+        self._offset = torch.zeros(rows, dtype=torch.int64, device=device)
+        ring = rows * max(stage.config.d_model * stage.config.context for stage in self.stages)
+        # Keys and values of every layer alike: a stream that has just begun reads nothing of it.
+        self._ring = torch.zeros(ring, dtype=dtype, device=device)
+        rates = [stage.tokens_per_frame for stage in self.stages]
+        # Positions and valid tokens of each stage; those of the padding are valid, too.
+        self._cos_sin = [
+            rope_tables(torch.arange(most * rate, device=device), stage.config.head_dim, stage.config.max_period)
+            for stage, rate in zip(self.stages, rates, strict=True)
+        ]
+        self._valid = {
+            length: torch.tensor([[length * rate] * rows for rate in rates], dtype=torch.int32, device=device)
+            for length in self.lengths
+        }
         shapes = [(length,) for length in self.lengths]
         self.graphs = GraphSet("reference", shapes, self.compute, device=device, metrics=metrics, enabled=graphs)
         if self.graphs.stream is not None:
@@ -89,13 +116,29 @@ class ClipEncoder:
 
     def compute(self, length: int) -> None:
         """The work of a pass: static audio to static codes; this is what a graph holds."""
-        samples = self.codec.config.samples_per_frame
-        # `Codec.encode_padded` would wait for the device to check the features.
-        x = self._audio[:, :, : length * samples].transpose(1, 2).flatten(1)[..., None]
-        for module in self.codec.encoder:
-            x = module(x)
-        torch.all(x.isfinite(), out=self._finite)
-        self._codes[:, :length] = self.codec.quantizer.encode(x, self._frames)
+        config, rows = self.codec.config, self.rows
+        samples = length * config.samples_per_frame
+        features = front(self.buffers.wide, rows, samples, config.channels)
+        features.copy_(self._audio[:, :, :samples].transpose(1, 2))
+        for stage, valid, cos_sin in zip(self.stages, self._valid[length], self._cos_sin, strict=True):
+            last = stage is self.stages[-1]
+            features = self._stage(stage, features, length * stage.tokens_per_frame, valid, cos_sin, last=last)
+        torch.all(features.isfinite(), out=self._finite)
+        self._codes[:, :length] = self.codec.quantizer.encode(features.view(rows, length, -1), self._frames)
+
+    def _stage(
+        self, stage: StageWeights, features: Tensor, tokens: int, valid: Tensor, cos_sin: Tensor, *, last: bool
+    ) -> Tensor:
+        """One transformer stage over whole clips: a chunk of streams that have just begun."""
+        config, rows = stage.config, self.rows
+        ring = front(self._ring, rows, config.heads, config.context, config.head_dim)
+        rotation = cos_sin[:tokens].expand(rows, -1, -1, -1).contiguous()
+
+        def attend(_: int, qkv: Tensor, attended: Tensor) -> None:
+            step = (qkv, rotation, ring, ring, self._slots, valid, self._offset)
+            ring_attention(*step, config.context, False, attended)
+
+        return self.buffers.run(stage, features, rows, tokens, attend, last=last)
 
     def _pass(self, clips: Sequence[Tensor], length: int) -> list[Tensor]:
         """Codes of clips of one bucket, or of a clip without one."""

@@ -9,7 +9,7 @@ import torch
 from moss_kernels.dequantize_codes import dequantize_codes
 from moss_kernels.ring_attention import ring_attention, rope_tables
 from moss_runtime.graphs.codec_layers import StageBuffers, front
-from moss_runtime.graphs.codec_weights import StageWeights, code_table, stage_weights
+from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_weights
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.stream import check_step
 from moss_runtime.state.codec_slots import CodecSlots, StageRings
@@ -86,7 +86,7 @@ class CodecChunk:
         if max_batch < 1 or not self.frames or self.frames[0] < 1:
             raise ValueError(f"`max_batch` and `frames` must be positive, got {max_batch} and {self.frames}")
         self.max_batch = max_batch
-        self.stages = stage_weights(codec)
+        self.stages = decoder_weights(codec)
         configs = [stage.config for stage in self.stages]
         if len({(config.head_dim, config.max_period) for config in configs}) > 1:
             raise ValueError("`codec` must have the same head size and RoPE period in all decoder stages")

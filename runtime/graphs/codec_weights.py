@@ -1,5 +1,6 @@
-"""The codec decoder's weights as the chunk step uses them: shared with the codec, but for what pays to be packed."""
+"""The codec's weights as its steps over buffers use them: shared with the codec, but for what pays to be packed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +25,13 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StageWeights:
-    """One transformer stage and the patch step after it.
+    """One transformer stage and the patch steps beside it, which are views.
 
     Attributes:
         tokens_per_frame: rate of the stage.
-        input_proj: [d_model, input_size].
-        output_proj: [output_size, d_model]. Rows in the order in which the patch step lays features out, so that the
-            step is a view: [B, T, d * p] -> [B, T * p, d].
+        input_proj: [d_model, input_size]. In the encoder, columns in the order of [B, T * p, d] read as [B, T, p * d].
+        output_proj: [output_size, d_model]. In the decoder, rows in the order in which the patch step lays features
+            out: [B, T, d * p] read as [B, T * p, d].
         layers: in order.
     """
 
@@ -41,7 +42,7 @@ class StageWeights:
     layers: list[LayerWeights]
 
 
-def stage_weights(codec: Codec) -> list[StageWeights]:
+def decoder_weights(codec: Codec) -> list[StageWeights]:
     """The stages of a codec's decoder.
 
     Raises:
@@ -53,15 +54,47 @@ def stage_weights(codec: Codec) -> list[StageWeights]:
     starts = [index for index, module in enumerate(modules) if isinstance(module, TransformerStage)]
     stages, rate = [], 1
     for start, end in zip(starts, [*starts[1:], len(modules)], strict=True):
-        stage, config = modules[start], modules[start].config
-        order = torch.arange(config.output_size, device=codec.device)[None, None]
-        for patch in modules[start + 1 : end]:
-            order = patch(order)
+        stage = modules[start]
+        order = _patched(
+            torch.arange(stage.config.output_size, device=codec.device)[None, None], modules[start + 1 : end]
+        )
         output_proj = stage.output_proj.weight.detach()[order.flatten()].contiguous()
-        layers = [_layer(layer) for layer in stage.transformer.layers]
-        stages.append(StageWeights(config, rate, stage.input_proj.weight.detach(), output_proj, layers))
+        stages.append(StageWeights(stage.config, rate, stage.input_proj.weight.detach(), output_proj, _layers(stage)))
         rate *= order.shape[1]
     return stages
+
+
+def encoder_weights(codec: Codec) -> list[StageWeights]:
+    """The stages of a codec's encoder.
+
+    Raises:
+        ValueError: the encoder does not end with a transformer stage.
+    """
+    modules = list(codec.encoder)
+    if not isinstance(modules[-1], TransformerStage):
+        raise ValueError(f"`codec` must have an encoder that ends with a transformer, got {type(modules[-1]).__name__}")
+    stages, start, values = [], 0, 1
+    rate = codec.config.samples_per_frame * codec.config.channels
+    for end in (index for index, module in enumerate(modules) if isinstance(module, TransformerStage)):
+        stage = modules[end]
+        columns = torch.arange(stage.config.input_size, device=codec.device).view(1, -1, values)
+        rate //= columns.shape[1]
+        # Place in the view of each feature.
+        order = _patched(columns, modules[start:end]).flatten()
+        input_proj = stage.input_proj.weight.detach()[:, order.argsort()].contiguous()
+        stages.append(StageWeights(stage.config, rate, input_proj, stage.output_proj.weight.detach(), _layers(stage)))
+        start, values = end + 1, stage.config.output_size
+    return stages
+
+
+def _patched(x: torch.Tensor, patches: Sequence[nn.Module]) -> torch.Tensor:
+    for patch in patches:
+        x = patch(x)
+    return x
+
+
+def _layers(stage: TransformerStage) -> list[LayerWeights]:
+    return [_layer(layer) for layer in stage.transformer.layers]
 
 
 def _layer(layer: TransformerLayer) -> LayerWeights:
