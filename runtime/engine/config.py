@@ -60,8 +60,9 @@ class EngineConfig:
         max_output_frames: frames of audio that a streaming client may leave unread; then its request alone stops.
         pcm: samples are "float32" or "int16".
         reference_cache_bytes: memory for codes of reference audio.
-        reference_batch: clips that are encoded together; on a GPU fewer take as long.
-        reference_wait_ms: how long the first clip waits for others.
+        reference_batch: clips that are encoded together. On a GPU fewer take as long, so that more than one pay only
+            where clips come in bursts.
+        reference_wait_ms: how long the first clip waits for others, where more than one are encoded together.
         graphs: False runs everything eagerly.
     """
 
@@ -92,7 +93,7 @@ class EngineConfig:
     max_output_frames: int = 256
     pcm: str = "float32"
     reference_cache_bytes: int = 64 * 2**20
-    reference_batch: int = 4
+    reference_batch: int = 1
     reference_wait_ms: float = 5.0
     graphs: bool = True
 
