@@ -81,7 +81,9 @@ class ClipEncoder:
             for length in self.lengths
         }
         shapes = [(length,) for length in self.lengths]
-        self.graphs = GraphSet("reference", shapes, self.compute, device=device, metrics=metrics, enabled=graphs)
+        # As prompts, of which clips are a part, they go ahead of frames.
+        options = {"device": device, "priority": -1, "metrics": metrics, "enabled": graphs}
+        self.graphs = GraphSet("reference", shapes, self.compute, **options)
         if self.graphs.stream is not None:
             self.graphs.stream.wait_stream(torch.cuda.current_stream(device))
 
