@@ -138,7 +138,7 @@ class ClipEncoder:
 
         def attend(_: int, qkv: Tensor, attended: Tensor) -> None:
             step = (qkv, rotation, ring, ring, self._slots, valid, self._offset)
-            ring_attention(*step, config.context, False, attended)
+            ring_attention(*step, config.context, False, attended, settled=True)
 
         return self.buffers.run(stage, features, rows, tokens, attend, last=last)
 
