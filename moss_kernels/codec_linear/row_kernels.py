@@ -40,15 +40,18 @@ def layer_norm_kernel(
     out_ptrs = out_ptr + row[:, None] * K + column[None, :]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+    if BLOCK_K >= K:
+        # Volatile, or the compiler moves them behind the sums of the row, where each waits for memory.
+        weight = tl.load(norm_weight_ptr + column, mask=column < K, other=0.0, volatile=True)
+        bias = tl.load(norm_bias_ptr + column, mask=column < K, other=0.0, volatile=True)
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     if BLOCK_K >= K:
         inside = row_inside & (column < K)[None, :]
-        weight = tl.load(norm_weight_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-        bias = tl.load(norm_bias_ptr + column, mask=column < K, other=0.0).to(tl.float32)
         x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(inside, x - (tl.sum(x, 1) / K)[:, None], 0.0)
         factor = tl.math.rsqrt(tl.sum(distance * distance, 1) / K + EPS)[:, None]
-        y = distance * factor * weight[None, :] + bias[None, :]
+        y = distance * factor * weight.to(tl.float32)[None, :] + bias.to(tl.float32)[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         # The row is read three times, from L1 but for the first.
