@@ -1,6 +1,6 @@
 // moss_codec_linear: for few rows, where the time is that of streaming the weights. A block takes a few outputs; its
 // warps, and with long inputs the blocks of a cluster, share these, and their partial sums are added at the end. All
-// weights of a thread's first batch are asked for before the kernel waits for the one ahead of it.
+// weights of a thread's first batch, and those of the norm, are asked for before the kernel waits for the one ahead.
 #include "checks.h"
 #include "codec_linear.h"
 #include "device/bulk_copy.cuh"
@@ -116,19 +116,24 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   cudaTriggerProgrammaticLaunchCompletion();
   if constexpr (SLICES > 1) cluster_arrive();
   const bf16* weight[COLUMNS];
-  uint4 held[kShared ? 1 : BATCH][COLUMNS];
+  uint4 held[kShared ? 1 : BATCH][COLUMNS], gain[NORM ? BATCH : 1] = {};
   const auto load_batch = [&](int batch) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i)
+    for (int i = 0; i < BATCH; ++i) {
+      const bool inside = begin + batch + i < end;
 #pragma unroll
       for (int j = 0; j < COLUMNS; ++j) {
-        const bool inside = begin + batch + i < end;
         const bf16* source = weight[j] + (batch + i) * kChunk;
         if constexpr (kShared)
           copy_async(own_weights + (i * COLUMNS + j) * kThreads + threadIdx.x, source, inside);
         else
           held[i][j] = inside ? load_weights(source) : uint4{};
       }
+      if constexpr (NORM) {
+        const bf16* source = static_cast<const bf16*>(params.norm_weight) + own_input + (batch + i) * kChunk;
+        gain[i] = inside ? load_weights(source) : uint4{};
+      }
+    }
     if constexpr (kShared) copy_async_commit();
   };
 #pragma unroll
@@ -165,19 +170,16 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   float product[kPairs][COLUMNS][4] = {};
   Moments moments[ROWS] = {};
   const X* x = static_cast<const X*>(params.x) + static_cast<int64_t>(group) * inputs + own_input;
-  const bf16* norm_weight = static_cast<const bf16*>(params.norm_weight) + own_input;
 #pragma unroll 1
   for (int batch = 0; begin + batch < end; batch += BATCH) {
     if (batch > 0) load_batch(batch);
 #pragma unroll
     for (int i = 0; i < BATCH; i += kAtOnce) {
       Inputs<X> loaded[kAtOnce][ROWS];
-      uint4 gain[kAtOnce] = {};
 #pragma unroll
       for (int a = 0; a < kAtOnce && i + a < BATCH; ++a) {
         const bool inside = begin + batch + i + a < end;
         const int input = (batch + i + a) * kChunk;
-        if (NORM && inside) gain[a] = load_weights(norm_weight + input);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
           loaded[a][r].clear();
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
         uint4 operand[2 * kPairs] = {};
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
-          operand[r] = loaded[a][r].template operand<NORM>(gain[a], moments[r]);
+          operand[r] = loaded[a][r].template operand<NORM>(gain[NORM ? i + a : 0], moments[r]);
 #pragma unroll
         for (int p = 0; p < kPairs; ++p)
 #pragma unroll

@@ -1,9 +1,12 @@
 """codec_linear: the codec's eager modules, and every implementation against them."""
 
 import ctypes
+import re
+import subprocess
 
 import pytest
 import torch
+import triton
 from torch import nn
 from torch.nn import functional as F
 
@@ -236,6 +239,19 @@ def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
     params = cuda_kernel.CodecLinearParams(**header | values | {field: value})
     with pytest.raises(ValueError, match=f"`codec_linear`: .*{message}"):
         _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
+
+
+def test_weights_of_few_rows_are_asked_for_before_the_wait(moss_library):
+    """In machine code, since the compiler may move loads: all of a thread's first batch, with the norm's."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(moss_library)]
+    functions = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function : ")
+    kernels = [code for code in functions if "codec_linear_kernelI" in code.split("\n", 1)[0]]
+    assert kernels
+    for code in kernels:
+        columns, batch, norm = map(int, re.search(r"kernelILi\d+ELi(\d+)ELi(\d+)ELb(\d)", code).groups())
+        early, late = code.split("ACQBULK", 1)
+        assert len(re.findall(r"LDG\S*\.128", early)) == batch * (columns + norm), code.split("\n", 1)[0]
+        assert re.search(r"LDG\S*\.(64|128)", late)
 
 
 def errors(actual, exact):

@@ -25,10 +25,11 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& low, const uint4
   mma(c, low.z, high.z, low.w, high.w, b.z, b.w);
 }
 
-// Of memory that no kernel writes: stays where it is in the code, also ahead of a wait for other kernels.
+// Of memory that no kernel writes: stays where it is in the code, also ahead of a wait for other kernels, across which
+// the assembler moves loads that are not `relaxed`.
 __device__ __forceinline__ uint4 load_weights(const void* pointer) {
   uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(pointer));
   return value;
