@@ -75,11 +75,9 @@ __device__ __forceinline__ void produce(const Arguments& params, uint32_t stages
     tensor_load(stages + stage * S::kStage, params.x_map, first_input + step * kStep, first_row, full + 8 * stage);
   };
   const int ahead = min(steps, S::kStages);
-  for (int i = 0; i < ahead; ++i)
-    load_weights(i, i);
+  for (int i = 0; i < ahead; ++i) load_weights(i, i);
   cudaGridDependencySynchronize();
-  for (int i = 0; i < ahead; ++i)
-    load_rows(i, i);
+  for (int i = 0; i < ahead; ++i) load_rows(i, i);
   for (int i = ahead; i < steps; ++i) {
     const int stage = i % S::kStages;
     barrier_wait(empty + 8 * stage, (i / S::kStages - 1) & 1);
@@ -156,8 +154,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
     barrier_wait(full + 8 * stage, step / S::kStages & 1);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kStep / 16; ++k)
-      wgmma_swizzled(product, a + 2 * k, b + 2 * k, step | k);
+    for (int k = 0; k < kStep / 16; ++k) wgmma_swizzled(product, a + 2 * k, b + 2 * k, step | k);
     wgmma_commit();
     wgmma_wait<1>();
     if (step > 0 && lane == 0) barrier_arrive(previous);
@@ -165,37 +162,45 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
   }
   wgmma_wait<0>();
 
-  // The sums lie where the stages were, once all blocks have read theirs.
-  cluster_arrive(), cluster_wait();
+  // The sums lie where the stages were, once all warps have read these. A block adds up those of its own rows.
+  asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+  float* sums = reinterpret_cast<float*>(memory + (stages - shared_address(memory)));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = group * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4 + 8 * h;
-    const int place = (rank * S::kOwnRows + row % S::kOwnRows) * S::kPitch + 2 * (lane % 4);
-    const uint32_t target = peer_address(stages + place * static_cast<int>(sizeof(float)), row / S::kOwnRows);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 8; ++i)
-      store_peer(target + 8 * i * static_cast<int>(sizeof(float)), product[4 * i + 2 * h], product[4 * i + 2 * h + 1]);
+      *reinterpret_cast<float2*>(sums + row * S::kPitch + 2 * (lane % 4) + 8 * i) = {product[4 * i + 2 * h],
+                                                                                     product[4 * i + 2 * h + 1]};
   }
   cluster_arrive(), cluster_wait();
-
-  const float* sums = reinterpret_cast<const float*>(memory + (stages - shared_address(memory)));
+  float4 result[kItems] = {};
+#pragma unroll
+  for (int slice = 0; slice < SLICES; ++slice) {
+    const uint32_t peer = peer_address(stages, (rank + slice) % SLICES);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      int row, column;
+      if (place_of(i, row, column) < 0) continue;
+      const int place = (rank * S::kOwnRows + row) * S::kPitch + column;
+      const float4 part = load_peer(peer + place * static_cast<int>(sizeof(float))), sum = result[i];
+      result[i] = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    }
+  }
+  cluster_arrive();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     int row, column;
     const int64_t place = place_of(i, row, column);
     if (place < 0) continue;
-    float4 y = {};
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) {
-      const float4 part = *reinterpret_cast<const float4*>(sums + (slice * S::kOwnRows + row) * S::kPitch + column);
-      y = {y.x + part.x, y.y + part.y, y.z + part.z, y.w + part.w};
-    }
+    float4 y = result[i];
     if (params.gelu) y = {gelu(y.x), gelu(y.y), gelu(y.z), gelu(y.w)};
     if (params.scale)
       y = {fmaf(scales[column], y.x, residual[i].x), fmaf(scales[column + 1], y.y, residual[i].y),
            fmaf(scales[column + 2], y.z, residual[i].z), fmaf(scales[column + 3], y.w, residual[i].w)};
     store_four(params.out, place, wide, y);
   }
+  cluster_wait();
 }
 
 template <int COLUMNS, int SLICES, int GROUPS>

@@ -1,4 +1,4 @@
-// Clusters of blocks: their barrier, and stores into each other's shared memory.
+// Clusters of blocks: their barrier, and each other's shared memory.
 #pragma once
 #include <cstdint>
 
@@ -25,6 +25,16 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank
 
 __device__ __forceinline__ void store_peer(uint32_t peer_address, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(peer_address), "f"(x), "f"(y) : "memory");
+}
+
+// `peer_address`: a multiple of 16.
+__device__ __forceinline__ float4 load_peer(uint32_t peer_address) {
+  float4 values;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+               : "r"(peer_address)
+               : "memory");
+  return values;
 }
 
 }  // namespace moss
