@@ -96,7 +96,11 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
   __shared__ float scales[COLUMNS];
 
   const int rank = static_cast<int>(cluster_rank()), steps = params.inputs / (SLICES * kStep);
-  const int first_row = blockIdx.y * S::kRows, first_column = blockIdx.x / SLICES * COLUMNS;
+  // A tile at the edge begins earlier, since the copy engine takes longer for what lies beyond a matrix than for the
+  // same within; what the tile before finishes is left to it.
+  const int own_row = blockIdx.y * S::kRows, own_column = blockIdx.x / SLICES * COLUMNS;
+  const int first_row = max(min(own_row, params.rows - S::kRows), 0);
+  const int first_column = max(min(own_column, params.outputs - COLUMNS), 0);
   const uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
 
@@ -129,9 +133,10 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
     const int index = threadIdx.x + item * S::kConsumers;
     row = index / kParts;
     column = 4 * (index % kParts);
-    const int out_row = first_row + rank * S::kOwnRows + row;
-    const bool inside = row < S::kOwnRows && out_row < params.rows && first_column + column < params.outputs;
-    return inside ? static_cast<int64_t>(out_row) * params.outputs + first_column + column : int64_t{-1};
+    const int tile_row = rank * S::kOwnRows + row, out_row = first_row + tile_row, out_column = first_column + column;
+    const bool inside = row < S::kOwnRows && out_row >= own_row && out_row < params.rows &&
+                        out_column >= own_column && out_column < params.outputs;
+    return inside ? static_cast<int64_t>(out_row) * params.outputs + out_column : int64_t{-1};
   };
   const bool wide = params.out_dtype == MOSS_FLOAT32;
   float4 residual[kItems] = {};

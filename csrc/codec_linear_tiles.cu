@@ -35,6 +35,10 @@ struct Memory : Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2> {
   using Base = Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2>;
   static constexpr int kPart = N % 64 == 0 ? 64 : 32, kPitch = kPart * 2;
   static constexpr int kPartBytes = kGroupRows * kPitch, kGroupBytes = kGroupRows * N * 2;
+  // Boxes of a stage's rows. Two leave out a half that lies beyond the matrix, for which the copy engine takes longer
+  // than for the same within; three take longer than one.
+  static constexpr int kBoxes = CONSUMERS == 2 ? 2 : 1, kBoxRows = Base::kRows / kBoxes;
+  static constexpr int kBoxBytes = Base::kRowBytes / kBoxes;
 
   __device__ __forceinline__ uint32_t part(int group, int index) const {
     return this->extra() + group * kGroupBytes + index * kPartBytes;
@@ -89,11 +93,14 @@ template <int N, int CONSUMERS, Finish FINISH>
 __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N, CONSUMERS> shared) {
   using Place = Tile<N, CONSUMERS>;
   const auto load_weights = [&](const Place& tile, int step, int stage) {
-    barrier_expect(shared.full(stage), shared.kStageBytes);
+    const int boxes = min(shared.kBoxes, (arguments.rows - tile.row + shared.kBoxRows - 1) / shared.kBoxRows);
+    barrier_expect(shared.full(stage), boxes * shared.kBoxBytes + shared.kStageBytes - shared.kRowBytes);
     tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, tile.column, shared.full(stage));
   };
   const auto load_rows = [&](const Place& tile, int step, int stage) {
-    tensor_load(shared.rows(stage), arguments.x_map, step * kStep, tile.row, shared.full(stage));
+    for (int i = 0; i < shared.kBoxes; ++i)
+      if (const int row = tile.row + i * shared.kBoxRows; row < arguments.rows)
+        tensor_load(shared.rows(stage) + i * shared.kBoxBytes, arguments.x_map, step * kStep, row, shared.full(stage));
   };
   Ring<shared.kStages> ring;
   const Place first(arguments, blockIdx.x);
@@ -268,7 +275,8 @@ MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   arguments.column_tiles = (params.outputs + N - 1) / N;
   const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
   MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
-  if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kRows);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kBoxRows);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
   if (status == MOSS_OK)
     status = make_map(kOp, &arguments.out_map, params.out, params.rows, params.outputs, kGroupRows, Block::kPart);
