@@ -372,6 +372,6 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
-  if (params->tile_columns >= kWideColumns) return launch_tiles(*params);
+  if (params->tile_columns >= kWideColumns && params->slices == 1) return launch_tiles(*params);
   return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);
 }

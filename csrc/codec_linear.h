@@ -8,7 +8,7 @@ namespace moss {
 constexpr int kClusterStep = 64;  // inputs of a step; a slice is some of them
 constexpr int kClusterMaxRows = 1 << 20;
 
-constexpr int kWideColumns = 96;  // tiles of so many outputs or more are those of launch_tiles
+constexpr int kWideColumns = 96;  // tiles of so many outputs or more, not in slices, are those of launch_tiles
 
 // For arguments that have been checked, by the tile that they name.
 MossStatus launch_clusters(const CodecLinearParams& params);

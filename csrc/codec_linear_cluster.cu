@@ -1,7 +1,7 @@
-// moss_codec_linear for a few dozen rows up to a few hundred, without a norm. Where tiles of the output would be too
-// few to keep the multiprocessors busy, the blocks of a cluster take a slice of the inputs each, and each finishes some
+// moss_codec_linear for a few dozen rows up to two thousand, without a norm. Where tiles of the output would be too few
+// to keep the multiprocessors busy, the blocks of a cluster take a slice of the inputs each, and each finishes some
 // rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for the one ahead
-// of it; two blocks fit on a multiprocessor, so that those of the next kernel can start.
+// of it; with small tiles two blocks fit on a multiprocessor, so that those of the next kernel can start.
 #include <cuda.h>
 
 #include "codec_linear.h"
@@ -24,7 +24,6 @@ constexpr char kOp[] = "codec_linear";
 constexpr int kStep = kClusterStep, kLine = 2 * kStep;  // inputs of a line of shared memory, and its bytes
 constexpr int kGroupRows = 64, kGroupThreads = 128;     // of a warpgroup
 constexpr int kAlignment = 1024;                        // of swizzled lines
-constexpr int kStagesBytes = 104 << 10;                 // so that two blocks fit
 
 struct Arguments : CodecLinearParams {
   CUtensorMap x_map, weight_map;
@@ -35,10 +34,11 @@ template <int COLUMNS, int SLICES, int GROUPS>
 struct Shape {
   static constexpr int kRows = GROUPS * kGroupRows, kConsumers = GROUPS * kGroupThreads;
   static constexpr int kThreads = kConsumers + 32;                      // one warp asks for the loads
-  static constexpr int kOwnRows = kRows / SLICES;                       // that a block finishes
+  static constexpr int kOwnRows = (kRows + SLICES - 1) / SLICES;        // that a block finishes
   static constexpr int kPitch = COLUMNS + (COLUMNS % 16 == 8 ? 0 : 8);  // of sums: a warp's rows in different banks
   static constexpr int kRowBytes = kRows * kLine, kStage = kRowBytes + COLUMNS * kLine;
-  static constexpr int kStages = kStagesBytes / kStage;
+  static constexpr int kResident = kStage > (24 << 10) ? 1 : 2;  // blocks that fit on a multiprocessor
+  static constexpr int kStages = ((kResident == 1 ? 224 : 104) << 10) / kStage;
   static constexpr int kSums = kRows * kPitch * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kAlignment + (kStages * kStage > kSums ? kStages * kStage : kSums);
 };
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(const Arguments& params, uint32_t stages
 }
 
 template <int COLUMNS, int SLICES, int GROUPS>
-__global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
+__global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shape<COLUMNS, SLICES, GROUPS>::kResident)
     codec_linear_cluster_kernel(const __grid_constant__ Arguments params) {
   using S = Shape<COLUMNS, SLICES, GROUPS>;
   constexpr int kParts = COLUMNS / 4, kItems = (S::kOwnRows * kParts + S::kConsumers - 1) / S::kConsumers;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, 2)
     row = index / kParts;
     column = 4 * (index % kParts);
     const int tile_row = rank * S::kOwnRows + row, out_row = first_row + tile_row, out_column = first_column + column;
-    const bool inside = row < S::kOwnRows && out_row >= own_row && out_row < params.rows &&
+    const bool inside = row < S::kOwnRows && tile_row < S::kRows && out_row >= own_row && out_row < params.rows &&
                         out_column >= own_column && out_column < params.outputs;
     return inside ? static_cast<int64_t>(out_row) * params.outputs + out_column : int64_t{-1};
   };
@@ -236,8 +236,10 @@ template <int COLUMNS, int SLICES, int GROUPS>
 constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, SLICES, launch<COLUMNS, SLICES, GROUPS>};
 
 constexpr Variant kVariants[] = {
-    kVariant<24, 1, 1>, kVariant<24, 1, 2>, kVariant<48, 1, 1>, kVariant<24, 2, 1>, kVariant<48, 2, 1>,
-    kVariant<24, 4, 1>, kVariant<24, 4, 2>, kVariant<80, 4, 1>, kVariant<48, 8, 1>,
+    kVariant<24, 1, 1>, kVariant<24, 1, 2>,  kVariant<48, 1, 1>, kVariant<24, 2, 1>,
+    kVariant<48, 2, 1>, kVariant<24, 4, 1>,  kVariant<24, 4, 2>, kVariant<48, 8, 1>,
+    kVariant<96, 4, 2>, kVariant<128, 4, 2>, kVariant<64, 4, 3>, kVariant<64, 3, 3>,
+    kVariant<64, 2, 3>, kVariant<80, 2, 3>,  kVariant<96, 2, 3>, kVariant<160, 2, 2>,
 };
 
 }  // namespace

@@ -301,8 +301,8 @@ struct Variant {
 template <int N, int CONSUMERS>
 constexpr Variant kVariant = {kGroupRows * CONSUMERS, N, launch<N, CONSUMERS>};
 
-constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96, 3>,
-                                 kVariant<256, 2>, kVariant<192, 2>, kVariant<128, 2>};
+constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96, 3>, kVariant<256, 2>,
+                                 kVariant<192, 2>, kVariant<160, 2>, kVariant<128, 2>};
 
 }  // namespace
 

@@ -21,11 +21,11 @@ from moss_kernels.codec_linear import (
     triton_kernel,
 )
 from moss_kernels.codec_linear.tiles import (
-    WIDE_COLUMNS,
     Tile,
     candidates,
     cuda_tile_for,
     cuda_tiles,
+    is_wide,
     tile_for,
     wide_tile,
 )
@@ -179,6 +179,18 @@ def test_wide_tiles_waste_few_rounds():
     assert cuda_tile_for(2**20, 3072, 768) is not None and cuda_tile_for(2**20 + 1, 3072, 768) is None
 
 
+def test_tiles_that_share_their_inputs_run_at_once():
+    """Each multiprocessor has room for two blocks of small tiles, or one of large."""
+    for n, k in ((3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120), (2304, 768), (768, 768), (768, 3072)):
+        for m in range(17, 1600):
+            tile = cuda_tile_for(m, n, k)
+            if tile is None or is_wide(tile):
+                continue
+            blocks = -(-m // tile.rows) * -(-n // tile.columns) * tile.slices
+            assert blocks <= (264 if tile.rows + tile.columns <= 192 else 132), (m, n, k, tile)
+            assert k % (64 * tile.slices) == 0
+
+
 TILES = {
     "stream": Tile("stream", 16, 16, 16, 4, 2),
     "tile": Tile("tile", 16, 16, 32, 4, 2),
@@ -293,7 +305,7 @@ def test_every_tile(kind, tile):
 def test_every_cuda_tile(moss_library, monkeypatch, kind, tile):
     """Uneven in rows and columns, and more steps than a block has stages; rows beyond the last stay."""
     m = 331
-    arguments = make_arguments(kind, m + 64, 304, 128 * 64, dtype=torch.bfloat16, device="cuda")
+    arguments = make_arguments(kind, m + 64, 304, 120 * 64, dtype=torch.bfloat16, device="cuda")
     before = arguments["out"].nan_to_num_(7)
     arguments["x"] = arguments["x"][:m]
     exact, eager = (reference(arguments | {"out": before[:m]}, dtype) for dtype in (torch.float64, None))
@@ -308,7 +320,7 @@ def test_every_cuda_tile(moss_library, monkeypatch, kind, tile):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [tile for tile in cuda_tiles() if tile.columns >= WIDE_COLUMNS], ids=str)
+@pytest.mark.parametrize("tile", list(filter(is_wide, cuda_tiles())), ids=str)
 @pytest.mark.parametrize("k", [64, 384])
 def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, tile, k):
     arguments = make_arguments(kind, 9000, 776, k, dtype=torch.bfloat16, device="cuda")
@@ -320,7 +332,7 @@ def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, ti
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "scale"])
-@pytest.mark.parametrize("tile", [tile for tile in cuda_tiles() if tile.columns >= WIDE_COLUMNS], ids=str)
+@pytest.mark.parametrize("tile", list(filter(is_wide, cuda_tiles())), ids=str)
 def test_wide_tiles_repeat_and_leave_what_lies_beyond(moss_library, monkeypatch, kind, tile):
     """Up to four tiles a block; launches that follow each other give the same bits, and rows beyond the last stay."""
     m = 20000

@@ -95,8 +95,11 @@ void test_codec_linear() {
   refused("`outputs` a multiple of 4", [](auto& spoiled) { spoiled.outputs = 6; });
   refused("`out` must be aligned to 16", [](auto& spoiled) { spoiled.out = aligned<void>(8); });
   refused("no tile of 65 rows", [](auto& spoiled) { spoiled.tile_rows = 65; });
-  refused("`outputs` a multiple of 8", [](auto& spoiled) { spoiled.tile_columns = 96, spoiled.outputs = 12; });
-  refused("`out_dtype` must be bfloat16", [](auto& spoiled) { spoiled.tile_columns = 96; });
+  params.tile_columns = 96;
+  refused("no tile of 64 rows, 96 outputs and 4 slices", [](auto&) {});
+  params.slices = 1;
+  refused("`outputs` a multiple of 8", [](auto& spoiled) { spoiled.outputs = 12; });
+  refused("`out_dtype` must be bfloat16", [](auto&) {});
 }
 
 void test_ring_attention() {

@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import WIDE_COLUMNS, CudaTile, cuda_tile_for
+from .tiles import CudaTile, cuda_tile_for, is_wide
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -60,7 +60,7 @@ def _tile(
 ) -> CudaTile | None:
     both = x.dtype == weight.dtype == torch.bfloat16
     tile = cuda_tile_for(x.shape[0], *weight.shape) if both else None
-    if tile is None or tile.columns < WIDE_COLUMNS:
+    if tile is None or not is_wide(tile):
         return tile
     return tile if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
 

@@ -107,6 +107,9 @@ _CLUSTER_24_FOUR = CudaTile(64, 24, 4)
 _CLUSTER_48 = CudaTile(64, 48, 1)
 _CLUSTER_48_TWICE = CudaTile(64, 48, 2)
 _CLUSTER_128_24_FOUR = CudaTile(128, 24, 4)
+_CLUSTER_192_64_TWICE = CudaTile(192, 64, 2)
+_CLUSTER_192_64_FOUR = CudaTile(192, 64, 4)
+_CLUSTER_192_80_TWICE = CudaTile(192, 80, 2)
 # Where these win, for weights [N, K]: from how many rows up to how many.
 _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     (2304, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
@@ -116,25 +119,64 @@ _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
         (33, 64, _CLUSTER_24_FOUR),
         (65, 128, _CLUSTER_128_24_FOUR),
         (129, 256, _CLUSTER_24_TWICE),
-        (257, 512, _CLUSTER_48_TWICE),
+        (257, 384, _CLUSTER_192_64_FOUR),
+        (385, 576, CudaTile(192, 64, 3)),
+        (577, 960, _CLUSTER_192_64_TWICE),
+        (961, 1152, _CLUSTER_192_80_TWICE),
+        (1153, 1536, CudaTile(192, 96, 2)),
     ),
-    (3840, 1280): ((17, 32, _CLUSTER_48), (33, 64, _CLUSTER_24), (65, 128, _CLUSTER_48)),
-    (1280, 1280): ((17, 64, _CLUSTER_24_FOUR), (65, 128, _CLUSTER_128_24_FOUR)),
-    (5120, 1280): ((17, 32, _CLUSTER_48_TWICE), (33, 64, _CLUSTER_24), (65, 128, CudaTile(128, 24, 1))),
+    (3840, 1280): (
+        (17, 32, _CLUSTER_48),
+        (33, 64, _CLUSTER_24),
+        (65, 128, _CLUSTER_48),
+        (129, 192, _CLUSTER_192_80_TWICE),
+    ),
+    (1280, 1280): (
+        (17, 64, _CLUSTER_24_FOUR),
+        (65, 128, _CLUSTER_128_24_FOUR),
+        (129, 256, _CLUSTER_48_TWICE),
+        (257, 576, _CLUSTER_192_64_TWICE),
+    ),
+    (5120, 1280): (
+        (17, 32, _CLUSTER_48_TWICE),
+        (33, 64, _CLUSTER_24),
+        (65, 128, CudaTile(128, 24, 1)),
+        (129, 192, _CLUSTER_192_80_TWICE),
+    ),
     (1280, 5120): (
         (17, 32, CudaTile(64, 48, 8)),
         (33, 64, _CLUSTER_24_FOUR),
         (65, 128, _CLUSTER_128_24_FOUR),
-        (129, 192, CudaTile(64, 80, 4)),
+        (129, 192, _CLUSTER_192_64_FOUR),
+        (193, 256, CudaTile(128, 96, 4)),
+        (257, 384, CudaTile(128, 128, 4)),
+        (385, 576, _CLUSTER_192_64_TWICE),
+        (577, 768, _CLUSTER_192_80_TWICE),
+        (769, 1024, CudaTile(128, 160, 2)),
     ),
 }
 
-# Tiles of so many columns or more are those of the kernel for many rows.
-WIDE_COLUMNS = 96
-_WIDE = tuple(CudaTile(*tile, 1) for tile in ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 128)))
+# Tiles of so many columns or more, whose inputs are not shared, are those of the kernel for many rows.
+_WIDE_COLUMNS = 96
+_WIDE_SIZES = ((192, 192), (192, 128), (192, 96), (128, 256), (128, 192), (128, 160), (128, 128))
+_WIDE = tuple(CudaTile(*size, 1) for size in _WIDE_SIZES)
 # From how many rows they win, for weights [N, K].
-_WIDE_LEAST_ROWS = {(2304, 768): 1700, (768, 768): 1400, (3072, 768): 513, (768, 3072): 1400, (5120, 1280): 513}
+_WIDE_LEAST_ROWS = {
+    (3840, 1280): 193,
+    (1280, 1280): 577,
+    (5120, 1280): 193,
+    (1280, 5120): 1025,
+    (2304, 768): 1700,
+    (768, 768): 1400,
+    (3072, 768): 257,
+    (768, 3072): 1537,
+}
 _WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
+
+
+def is_wide(tile: CudaTile) -> bool:
+    """Whether a tile is one of the kernel for many rows."""
+    return tile.columns >= _WIDE_COLUMNS and tile.slices == 1
 
 
 def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
