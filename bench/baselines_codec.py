@@ -12,7 +12,7 @@ from moss_runtime.state.codec_slots import StageRings
 
 
 class TorchOpsChunk(CodecChunk):
-    """cuBLAS linears, torch LayerNorm, GELU and residuals; the ring kernels are the project's own."""
+    """cuBLAS linears, torch LayerNorm, GELU and residuals; the other kernels are the project's own."""
 
     def _stage(
         self,

@@ -1,8 +1,9 @@
 """Kernels for MOSS-TTS-Local-Transformer-v1.5. They know tensors and nothing of models or requests."""
 
 from .backbone_linear import backbone_linear
+from .chunk_epilogue import chunk_epilogue
+from .chunk_prologue import chunk_prologue
 from .codec_linear import codec_linear
-from .dequantize_codes import dequantize_codes
 from .embed_codes import embed_codes
 from .frame_bookkeeping import frame_bookkeeping_begin, frame_bookkeeping_end
 from .kv_append import kv_append
@@ -23,8 +24,9 @@ __all__ = [
     "SamplingParams",
     "SamplingState",
     "backbone_linear",
+    "chunk_epilogue",
+    "chunk_prologue",
     "codec_linear",
-    "dequantize_codes",
     "embed_codes",
     "frame_bookkeeping_begin",
     "frame_bookkeeping_end",

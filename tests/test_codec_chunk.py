@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moss_kernels.testing.compare import implementation
-from moss_runtime.graphs import CodecChunk, codec_chunk
+from moss_runtime.graphs import CodecChunk, codec_chunk, codec_layers
 from moss_runtime.graphs.codec_weights import code_table, decoder_weights
 from moss_runtime.model.codec import Codec
 
@@ -226,11 +226,13 @@ def test_the_step_of_triton_kernels_is_the_recorded_audio(golden, monkeypatch):
     """Every kernel of the step, as a GPU would run them, on two rows and three chunks."""
     recorded = golden("codec")
     codec = Codec.from_pretrained(recorded.directory)
-    kernels = {op: implementation(op, "triton") for op in ("codec_linear", "dequantize_codes", "ring_attention")}
+    ops = ("chunk_epilogue", "chunk_prologue", "codec_linear", "ring_attention")
+    kernels = {op: implementation(op, "triton") for op in ops}
     kernels["ring_attention"] = _attend_and_write
     for op, kernel in kernels.items():
         module = importlib.import_module(f"moss_kernels.{op}")
-        monkeypatch.setattr(codec_chunk, op, partial(_launch, op, module._check, kernel))
+        place = codec_layers if op == "codec_linear" else codec_chunk
+        monkeypatch.setattr(place, op, partial(_launch, op, module._check, kernel))
     chunk = CodecChunk(codec, 3, max_batch=2, frames=(6,))
     poison(chunk)
     codes = recorded.expected["codes"].permute(1, 2, 0)[:2]
@@ -239,7 +241,7 @@ def test_the_step_of_triton_kernels_is_the_recorded_audio(golden, monkeypatch):
 
 
 def _attend_and_write(*arguments):
-    *step, write = arguments
+    *step, write, _settled = arguments
     implementation("ring_attention", "triton")(*step)
     assert write
     implementation("ring_kv_write", "triton")(*step[:7])

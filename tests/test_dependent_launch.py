@@ -17,6 +17,7 @@ from moss_kernels import _launch
 
 OPS = (
     "backbone_linear",
+    "chunk_epilogue",
     "codec_linear",
     "kv_append",
     "paged_attention",
@@ -42,12 +43,12 @@ def accesses_before_wait(ptx: str) -> list[str]:
 
 
 def specs():
-    """One variant of each bfloat16 kernel and tile."""
+    """One variant of each kernel and tile, that of bfloat16 where there is one."""
     chosen = {}
     for op in OPS:
         for spec in importlib.import_module(f"moss_kernels.{op}.triton_kernel").compile_specs():
             kernel, signature, constexprs, _ = spec
-            if constexprs.get("DEPENDENT") and "*bf16" in signature.values():
+            if constexprs.get("DEPENDENT") and ("*bf16" in signature.values() or op == "chunk_epilogue"):
                 tile = tuple(value for name, value in constexprs.items() if name.startswith(("BLOCK", "NORM")))
                 chosen.setdefault((kernel.__name__, *tile), spec)
     return chosen

@@ -86,7 +86,7 @@ def test_ranges_are_for_the_torch_profiler_only_inside():
         ("frame", {"moss/frame": 2}, {"moss::sample_codebook": 26, "moss::paged_attention": 4}),
         # Prompts of one length are one pass.
         ("prefill", {"moss/prefill": 2}, {"moss::kv_append": 4, "moss::prefill_linear": 10}),
-        ("codec", {"moss/codec_chunk": 2}, {"moss::dequantize_codes": 2, "moss::ring_attention": 14}),
+        ("codec", {"moss/codec_chunk": 2}, {"moss::chunk_prologue": 2, "moss::ring_attention": 14}),
         ("engine", {"moss/engine": 2, "moss/admit": 4}, {}),
     ],
 )

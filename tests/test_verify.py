@@ -71,9 +71,11 @@ def flipped(compute, output):
         ("moss_kernels.paged_attention", "paged_attention_reference", 5, "paged_attention (reference)"),
         ("moss_kernels.prefill_attention", "prefill_attention_reference", -1, "prefill_attention (reference)"),
         ("moss_kernels.ring_kv_write", "ring_kv_write_reference", 3, "ring_kv_write (reference)"),
+        ("moss_kernels.chunk_prologue", "chunk_prologue_reference", -1, "chunk_prologue (reference)"),
+        ("moss_kernels.chunk_epilogue", "chunk_epilogue_reference", -1, "chunk_epilogue (reference)"),
         # All ops are right, and what is made of them is not.
         ("moss_runtime.graphs.backbone_step", "rms_norm", 0, "backbone (eager)"),
-        ("moss_runtime.graphs.codec_chunk", "dequantize_codes", -1, "streamed audio (eager)"),
+        ("moss_runtime.graphs.codec_chunk", "chunk_prologue", -3, "streamed audio (eager)"),
     ],
 )
 def test_a_flipped_sign_fails(demo, capsys, monkeypatch, module, name, output, failed):

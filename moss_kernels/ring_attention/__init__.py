@@ -7,7 +7,14 @@ import torch
 from moss_kernels import _checks, _library
 
 from . import cuda_kernel
-from .reference import masked_attention, ring_attention_reference, ring_visibility, rope_tables, rotate_interleaved
+from .reference import (
+    masked_attention,
+    ring_attention_reference,
+    ring_visibility,
+    rope_frequencies,
+    rope_tables,
+    rotate_interleaved,
+)
 
 __all__ = [
     "check_ring_step",
@@ -15,6 +22,7 @@ __all__ = [
     "ring_attention",
     "ring_attention_reference",
     "ring_visibility",
+    "rope_frequencies",
     "rope_tables",
     "rotate_interleaved",
 ]

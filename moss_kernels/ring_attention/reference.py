@@ -9,23 +9,41 @@ import math
 import torch
 
 
-def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> torch.Tensor:
-    """Cosines and sines of the rotary embedding, from fp32 frequencies.
+def rope_frequencies(head_dim: int, max_period: float, device: torch.device | str) -> torch.Tensor:
+    """Angle of each pair of the rotary embedding from one token to the next.
 
-    The frequencies are formed as the official codec forms them, exp(-i * 2 ln(max_period) / head_dim): at the
-    positions that long streams reach, one ulp of a frequency turns a key visibly.
+    Formed as the official codec forms them, exp(-i * 2 ln(max_period) / head_dim) in fp32: at the positions that long
+    streams reach, one ulp of a frequency turns a key visibly.
+
+    Args:
+        head_dim: even.
+        max_period: period of the slowest pair, in tokens / (2 pi).
+        device: where to form them.
+
+    Returns:
+        [head_dim / 2] float32.
+    """
+    pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+    return torch.exp(pairs * (-math.log(max_period) * 2 / head_dim))
+
+
+def rope_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines of the rotary embedding.
 
     Args:
         positions: [...] int64. Absolute token positions.
-        head_dim: even.
-        max_period: period of the slowest pair, in tokens / (2 pi).
+        frequencies: [D / 2] float32.
 
     Returns:
-        [..., head_dim / 2, 2] float32. Cosine and sine of each pair's angle.
+        [..., D / 2, 2] float32. Cosine and sine of each pair's angle.
     """
-    pairs = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
-    angle = torch.exp(pairs * (-math.log(max_period) * 2 / head_dim)) * positions[..., None].float()
+    angle = frequencies * positions[..., None].float()
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+
+def rope_tables(positions: torch.Tensor, head_dim: int, max_period: float) -> torch.Tensor:
+    """`rope_rotations` of `rope_frequencies`: [...] int64 positions -> [..., head_dim / 2, 2] float32."""
+    return rope_rotations(positions, rope_frequencies(head_dim, max_period, positions.device))
 
 
 def rotate_interleaved(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moss_kernels.dequantize_codes import dequantize_codes
-from moss_kernels.ring_attention import ring_attention, rope_tables
+from moss_kernels.chunk_epilogue import chunk_epilogue
+from moss_kernels.chunk_prologue import chunk_prologue
+from moss_kernels.ring_attention import ring_attention, rope_frequencies
 from moss_runtime.graphs.codec_layers import StageBuffers, front
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_weights
 from moss_runtime.model.codec.codec import Codec
@@ -26,6 +27,7 @@ class ChunkBuffers(StageBuffers):
         codes: [max_batch * frames * codebooks] int64.
         slots, valid: [max_batch] int32.
         stage_valid: [stages, max_batch] int32. Valid tokens of each row at each stage's rate.
+        cos_sin: [tokens of all stages * head_dim] float32. Their cosines and sines.
         audio: [max_batch * channels * frames * samples_per_frame] float32.
     """
 
@@ -39,6 +41,8 @@ class ChunkBuffers(StageBuffers):
         self.slots = torch.zeros(batch, dtype=torch.int32, device=device)
         self.valid = torch.zeros(batch, dtype=torch.int32, device=device)
         self.stage_valid = torch.zeros(len(stages), batch, dtype=torch.int32, device=device)
+        tokens = rows * sum(stage.tokens_per_frame for stage in stages)
+        self.cos_sin = torch.zeros(tokens * stages[0].config.head_dim, device=device)
         self.audio = torch.zeros(rows * config.channels * config.samples_per_frame, device=device)
 
     @property
@@ -97,9 +101,9 @@ class CodecChunk:
         self.buffers = ChunkBuffers(codec, self.stages, max_batch, self.frames[-1], residual_dtype or codec.dtype)
         self.replays = 0
         self.fallbacks: Counter[str] = Counter()
-        self._rates = torch.tensor([[stage.tokens_per_frame] for stage in self.stages], device=codec.device)
-        self._zero = torch.zeros((), device=codec.device)
-        self._positions: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        rates = [stage.tokens_per_frame for stage in self.stages]
+        self._rates = torch.tensor(rates, dtype=torch.int32, device=codec.device)
+        self._frequencies = rope_frequencies(configs[0].head_dim, configs[0].max_period, codec.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._failed: set[tuple[int, int]] = set()
 
@@ -216,39 +220,29 @@ class CodecChunk:
         config = self.codec.config
         return front(self.buffers.audio, batch, config.channels, frames * config.samples_per_frame)
 
+    def _cos_sin(self, batch: int, frames: int) -> torch.Tensor:
+        tokens = batch * frames * sum(stage.tokens_per_frame for stage in self.stages)
+        return front(self.buffers.cos_sin, tokens, len(self._frequencies), 2)
+
+    def _rotations(self, batch: int, frames: int) -> list[torch.Tensor]:
+        """The part of `_cos_sin` of each stage: [B, tokens, D/2, 2] float32."""
+        counts = [frames * stage.tokens_per_frame for stage in self.stages]
+        parts = self._cos_sin(batch, frames).split([batch * count for count in counts])
+        return [part.unflatten(0, (batch, count)) for part, count in zip(parts, counts, strict=True)]
+
     def compute(self, batch: int, frames: int) -> None:
         """The work of a step: static inputs to static audio; this is what a graph holds."""
         buffers, config = self.buffers, self.codec.config
-        slots, valid = buffers.slots[:batch], buffers.valid[:batch]
-        stage_valid = buffers.stage_valid[:, :batch]
-        torch.mul(valid, self._rates, out=stage_valid)
-        rotations = self._rotations(batch, frames)
+        slots, valid, stage_valid = buffers.slots[:batch], buffers.valid[:batch], buffers.stage_valid[:, :batch]
         features = front(buffers.wide, batch, frames, self.table.shape[2])
-        dequantize_codes(self._codes(batch, frames), self.table, features)
+        inputs = (self._codes(batch, frames), self.table, slots, valid, self.slots.offsets)
+        chunk_prologue(*inputs, self._rates, self._frequencies, features, stage_valid, self._cos_sin(batch, frames))
+        rotations = self._rotations(batch, frames)
         for index, (stage, rings) in enumerate(zip(self.stages, self.slots.stages, strict=True)):
             last = index == len(self.stages) - 1
             features = self._stage(stage, rings, features, rotations[index], stage_valid[index], last=last)
-        self.slots.offsets.index_add_(1, slots, stage_valid.long())
-        samples = features.view(batch, frames, config.samples_per_frame, config.channels).permute(0, 3, 1, 2)
-        live = torch.arange(frames, device=valid.device) < valid[:, None]
-        audio = self._audio(batch, frames).view(samples.shape)
-        torch.where(live[:, None, :, None], samples, self._zero, out=audio)
-
-    def _rotations(self, batch: int, frames: int) -> list[torch.Tensor]:
-        """Cosines and sines of the step's tokens: [B, tokens, D/2, 2] float32 for each stage."""
-        rates = [stage.tokens_per_frame for stage in self.stages]
-        if (batch, frames) not in self._positions:
-            device = self.codec.device
-            counts = torch.tensor([frames * rate for rate in rates for _ in range(batch)], device=device)
-            row = torch.arange(len(counts), device=device).repeat_interleave(counts)
-            first = (counts.cumsum(0) - counts)[row]
-            self._positions[batch, frames] = row, torch.arange(len(row), device=device) - first
-        row, step = self._positions[batch, frames]
-        start = self.slots.offsets[:, self.buffers.slots[:batch]].flatten()
-        config = self.stages[0].config
-        tables = rope_tables(start[row] + step, config.head_dim, config.max_period)
-        parts = tables.split([batch * frames * rate for rate in rates])
-        return [part.view(batch, frames * rate, -1, 2) for part, rate in zip(parts, rates, strict=True)]
+        samples = features.view(batch, frames, config.samples_per_frame, config.channels)
+        chunk_epilogue(samples, slots, valid, stage_valid, self.slots.offsets, self._audio(batch, frames))
 
     def _stage(
         self,

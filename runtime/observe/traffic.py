@@ -67,16 +67,21 @@ def _ring_kv_write(qkv, cos_sin, ring_k, ring_v, slots, valid, offset) -> int:
     return tokens * (4 * ring_k.shape[1] * ring_k.shape[3] * ring_k.element_size() + 4 * ring_k.shape[3])
 
 
-def _dequantize_codes(codes, table, out) -> int:
-    return _all(codes, out) + codes.numel() * table.shape[2] * table.element_size()
+def _chunk_prologue(codes, table, slots, valid, offsets, rates, frequencies, features, stage_valid, cos_sin) -> int:
+    return _all(codes, features, cos_sin) + codes.numel() * table.shape[2] * table.element_size()
+
+
+def _chunk_epilogue(samples, slots, valid, stage_valid, offsets, audio) -> int:
+    return _all(audio) + int(valid.sum()) * samples[0, 0].nbytes
 
 
 # What an operation reads and writes, each byte once, of arguments in the order of its schema. Missing are those that
 # wait for latencies and not for bytes, and those of a reference that no kernel replaces.
 BYTES: dict[str, Callable[..., int]] = {
     "moss::backbone_linear": _all,
+    "moss::chunk_epilogue": _chunk_epilogue,
+    "moss::chunk_prologue": _chunk_prologue,
     "moss::codec_linear": _codec_linear,
-    "moss::dequantize_codes": _dequantize_codes,
     "moss::kv_append": _kv_append,
     "moss::paged_attention": _paged_attention,
     "moss::prefill_attention": _prefill_attention,

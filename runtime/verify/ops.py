@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moss_kernels import _library
 from moss_kernels.backbone_linear.reference import backbone_linear_reference
+from moss_kernels.chunk_epilogue.reference import chunk_epilogue_reference
+from moss_kernels.chunk_prologue.reference import chunk_prologue_reference
 from moss_kernels.codec_linear.reference import codec_linear_reference
-from moss_kernels.dequantize_codes.reference import dequantize_codes_reference
 from moss_kernels.embed_codes.reference import embed_codes_reference
 from moss_kernels.frame_bookkeeping.reference import (
     frame_bookkeeping_begin_reference,
@@ -66,8 +67,9 @@ def _ring_attention(*arguments: object) -> None:
 # an op that calls something else shows.
 REFERENCES: dict[str, Callable[..., None]] = {
     "backbone_linear": backbone_linear_reference,
+    "chunk_epilogue": chunk_epilogue_reference,
+    "chunk_prologue": chunk_prologue_reference,
     "codec_linear": _codec_linear,
-    "dequantize_codes": partial(_returned, dequantize_codes_reference),
     "embed_codes": partial(_returned, embed_codes_reference),
     "frame_bookkeeping_begin": frame_bookkeeping_begin_reference,
     "frame_bookkeeping_end": frame_bookkeeping_end_reference,
