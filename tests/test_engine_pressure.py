@@ -185,6 +185,19 @@ def test_slow_readers_in_every_row_do_not_press_each_other(engine):
     assert engine.runtime.pool.in_use == 0
 
 
+def test_reading_wakes_the_engine_only_if_it_waits_for_that(engine, monkeypatch):
+    woken = []
+    # Nothing but a sign from the reader ends the wait of a request that is held back.
+    monkeypatch.setattr("moss_runtime.engine.engine._IDLE_S", 60.0)
+    slow = engine.submit(request(1))
+    (job,) = settled(engine)
+    assert job.channel.awaited and len(job.channel.chunks) > 1
+    monkeypatch.setattr(job.channel, "on_change", lambda: (woken.append(job.channel.read_frames), engine._wake()))
+    assert sum(chunk.frames for chunk in slow) == FRAMES
+    # Towards the end its audio fits whether it reads or not.
+    assert woken[0] == 1 and woken[-1] < FRAMES
+
+
 def test_waiting_for_the_result_lets_a_request_go_on(engine):
     handle = engine.submit(request(1))
     settled(engine)

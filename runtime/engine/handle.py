@@ -26,6 +26,7 @@ class Channel:
         changed: guards the chunks and the result, and tells of new ones.
         chunks: audio that the reader has not taken.
         read_frames: frames of audio that it has taken.
+        awaited: the engine waits until it takes more.
         result: of a request that has ended.
         aborted: the reader wants no more.
         unbounded: audio may be left unread: somebody waits for the end.
@@ -40,7 +41,7 @@ class Channel:
         self.chunks: deque[AudioChunk] = deque()
         self.read_frames = 0
         self.result: Result | None = None
-        self.aborted = self.unbounded = False
+        self.aborted = self.unbounded = self.awaited = False
         self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
 
     def put(self, chunk: AudioChunk) -> None:
@@ -170,5 +171,7 @@ class Handle:
 
     def _taken(self, chunk: AudioChunk) -> AudioChunk:
         self._channel.read_frames += chunk.frames
-        self._channel.on_change()
+        # The engine looks at every request when it wakes; for each chunk of readers who keep up that adds up.
+        if self._channel.awaited:
+            self._channel.on_change()
         return chunk

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -197,11 +198,17 @@ class Scheduler:
                     self._stats.count("rows_paused", label="request" if full else "total")
 
     def _make_room(self, job: Job) -> None:
-        if self._config.stream and not job.channel.unbounded:
-            unread = job.stream.taken - job.channel.read_frames
-            job.stream.room = self._config.max_output_frames - unread
-        else:
-            job.stream.room = float("inf")
+        job.channel.awaited = False
+        job.stream.room = self._room(job)
+        if self._chunking.is_stalled(job.stream):
+            job.channel.awaited = True
+            # What was read before it could know that somebody waits.
+            job.stream.room = self._room(job)
+
+    def _room(self, job: Job) -> float:
+        if not self._config.stream or job.channel.unbounded:
+            return math.inf
+        return self._config.max_output_frames - (job.stream.taken - job.channel.read_frames)
 
     def _make_frames(self) -> bool:
         """Enqueue the next launch, and take what earlier ones have made."""
