@@ -3,11 +3,10 @@
 // copy engine ahead, into the next tile while the consumers finish one. The copy engine also brings the residual stream
 // and stores what is finished, from shared memory, which one more thread for each consumer asks it to.
 #include <cuda.h>
-#include <cuda_bf16.h>
 
 #include "checks.h"
 #include "codec_linear.h"
-#include "device/mma.cuh"
+#include "device/tile_finish.cuh"
 #include "device/tile_product.cuh"
 #include "launch.h"
 #include "tensor_map.h"
@@ -15,12 +14,7 @@
 namespace moss {
 namespace {
 
-using bf16 = __nv_bfloat16;
-
 constexpr char kOp[] = "codec_linear";
-
-// What follows the product.
-enum Finish { kStore, kGelu, kResidual };
 
 struct Arguments : CodecLinearParams {
   CUtensorMap x_map, weight_map, out_map;
@@ -122,12 +116,6 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N, CO
   }
 }
 
-__device__ __forceinline__ void tensor_store(const CUtensorMap& map, int column, int row, uint32_t source) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
-               "r"(row), "r"(source)
-               : "memory");
-}
-
 // Stores what a consumer has finished of each tile. The last wait is for memory, the others until the copy engine has
 // read the tile.
 template <int N, int CONSUMERS>
@@ -147,83 +135,17 @@ __device__ __forceinline__ void store(const Arguments& arguments, Memory<N, CONS
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Asks for this block's share of the weights, which no kernel writes.
-__device__ __forceinline__ void prefetch_weights(const Arguments& arguments) {
-  const int64_t bytes = static_cast<int64_t>(arguments.outputs) * arguments.inputs * 2;
-  const int64_t share = (bytes / gridDim.x + 15) / 16 * 16, begin = share * blockIdx.x;
-  if (begin >= bytes) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(arguments.weight) + begin),
-               "r"(static_cast<uint32_t>(min(share, bytes - begin))));
-}
-
-__device__ __forceinline__ float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The exact GELU to 3e-5 + 3e-4 * |x|, a small part of the rounding of a bf16 as large as x: erf(x / sqrt 2) as the
-// tanh of a polynomial that was fitted to it. Beyond 8 both are 1.
-__device__ __forceinline__ float gelu_for_bf16(float x) {
-  const float square = fminf(x * x, 64.0f), half = 0.5f * x;
-  const float inner = x * fmaf(square, fmaf(square, -3.51516965e-4f, 3.70056633e-2f), 7.97507803e-1f);
-  return fmaf(half, tanh_approx(inner), half);
-}
-
-// A pair of neighbouring columns as it is stored. `old`: what its place holds.
-template <Finish FINISH>
-__device__ __forceinline__ uint32_t finish_pair(float2 sum, float2 scale, uint32_t old) {
-  if (FINISH == kGelu) sum = {gelu_for_bf16(sum.x), gelu_for_bf16(sum.y)};
-  if (FINISH == kResidual) {
-    const float2 stream = unpack_bf16(old);
-    sum = {fmaf(scale.x, sum.x, stream.x), fmaf(scale.y, sum.y, stream.y)};
-  }
-  return pack_bf16(sum.x, sum.y);
-}
-
-// Four 8 x 8 matrices of bf16 in shared memory: lane l has the address of row l % 8 of matrix l / 8, and of each matrix
-// the pair that a sum of wgmma has there.
-__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address));
-}
-__device__ __forceinline__ void store_matrices(const uint32_t (&words)[4], uint32_t address) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3]));
-}
-
 // Finishes a consumer's sums in shared memory.
 template <int N, int CONSUMERS, Finish FINISH>
 __device__ __forceinline__ void finish_sums(const float (&sum)[N / 2], const Arguments& arguments,
                                             Memory<N, CONSUMERS> shared, int group, int first_column) {
   constexpr int kQuads = shared.kPart / 32;  // of four matrices in a part
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 8;
-  const auto scale_at = [&](int column) {
-    if (FINISH != kResidual || column >= arguments.outputs) return float2{};
-    return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(arguments.scale) + column));
-  };
 #pragma unroll
-  for (int quad = 0; quad < N / 32; ++quad) {
-    const uint32_t place = shared.part(group, quad / kQuads) + shared.offset(row, quad % kQuads * 4 + lane / 8);
-    uint32_t old[2][4] = {};
-    float2 scale[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (FINISH == kResidual) load_matrices(old[half], place + half * 8 * shared.kPitch);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scale[i] = scale_at(first_column + 32 * quad + 8 * i + 2 * (lane % 4));
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = &sum[16 * quad + 4 * i + 2 * half];
-        words[i] = finish_pair<FINISH>({pair[0], pair[1]}, scale[i], old[half][i]);
-      }
-      store_matrices(words, place + half * 8 * shared.kPitch);
-    }
-  }
+  for (int quad = 0; quad < N / 32; ++quad)
+    finish_quad<FINISH>(sum + 16 * quad, arguments, first_column + 32 * quad,
+                        shared.part(group, quad / kQuads) + shared.offset(row, quad % kQuads * 4 + lane / 8),
+                        8 * shared.kPitch);
 }
 
 template <int N, int CONSUMERS, Finish FINISH>
