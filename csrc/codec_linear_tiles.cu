@@ -1,7 +1,8 @@
 // moss_codec_linear for many rows, without a norm, where the time is that of the tensor cores. A block stays and takes
 // several tiles of the output, of 64 rows for each of its two or three consumer warpgroups; one more thread keeps the
 // copy engine ahead, into the next tile while the consumers finish one. The copy engine also brings the residual stream
-// and stores what is finished, from shared memory, which one more thread for each consumer asks it to.
+// and stores what is finished, from shared memory, which one more thread for each consumer asks it to. Where blocks
+// take several tiles of 128 rows, consumers had better have a tile each: codec_linear_pingpong.cu.
 #include <cuda.h>
 
 #include "checks.h"
@@ -196,6 +197,7 @@ MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   static_cast<CodecLinearParams&>(arguments) = params;
   arguments.column_tiles = (params.outputs + N - 1) / N;
   const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
+  if (CONSUMERS == 2 && N % 64 == 0 && tiles > multiprocessors) return launch_pingpong(params, multiprocessors);
   MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
   if (status == MOSS_OK)
     status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kBoxRows);
@@ -223,7 +225,7 @@ struct Variant {
 template <int N, int CONSUMERS>
 constexpr Variant kVariant = {kGroupRows * CONSUMERS, N, launch<N, CONSUMERS>};
 
-constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96, 3>, kVariant<256, 2>,
+constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96, 3>,
                                  kVariant<192, 2>, kVariant<160, 2>, kVariant<128, 2>};
 
 }  // namespace

@@ -21,6 +21,7 @@ from moss_kernels.codec_linear import (
     triton_kernel,
 )
 from moss_kernels.codec_linear.tiles import (
+    CudaTile,
     Tile,
     candidates,
     cuda_tile_for,
@@ -175,6 +176,8 @@ def test_wide_tiles_waste_few_rounds():
         rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
         assert m * n >= 0.9 * rounds * 132 * tile.rows * tile.columns, tile
         assert cuda_tile_for(m, n, k) == tile
+    assert wide_tile(15360, 3072, 768) == CudaTile(128, 192, 1)  # many rounds, each hides what follows the last
+    assert wide_tile(6144, 768, 768) == CudaTile(192, 192, 1)  # one round, which nothing could hide
     assert cuda_tile_for(6144, 100, 768) is None
     assert cuda_tile_for(2**20, 3072, 768) is not None and cuda_tile_for(2**20 + 1, 3072, 768) is None
 
@@ -321,7 +324,7 @@ def test_every_cuda_tile(moss_library, monkeypatch, kind, tile):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", list(filter(is_wide, cuda_tiles())), ids=str)
-@pytest.mark.parametrize("k", [64, 384])
+@pytest.mark.parametrize("k", [64, 384, 1216])
 def test_blocks_that_take_several_wide_tiles(moss_library, monkeypatch, kind, tile, k):
     arguments = make_arguments(kind, 9000, 776, k, dtype=torch.bfloat16, device="cuda")
     exact, eager = reference(arguments, torch.float64), reference(arguments)

@@ -1,0 +1,272 @@
+// moss_codec_linear for many rows, without a norm, where blocks take several tiles of the output, so that what follows
+// the products of one can be hidden by those of the next. A block's two consumers, warpgroups that have a tile each,
+// take turns on the tensor cores: one finishes its tile in shared memory while the other multiplies. One more thread
+// keeps the copy engine ahead, and one more for each consumer has it bring the residual stream and store what is
+// finished.
+#include <cuda.h>
+
+#include "checks.h"
+#include "codec_linear.h"
+#include "device/tile_finish.cuh"
+#include "device/tile_product.cuh"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace moss {
+namespace {
+
+constexpr char kOp[] = "codec_linear";
+constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+constexpr int kHalves = 2;        // of 64 rows, of a tile
+constexpr int kPartColumns = 64;  // of 64 rows, that are finished at a time
+constexpr int kPartBytes = kGroupRows * kPartColumns * 2;
+constexpr int kRowBytes = kPartColumns * 2;
+
+struct Arguments : CodecLinearParams {
+  CUtensorMap x_map, weight_map, out_map;
+  int column_tiles, tiles;
+};
+
+// Shared memory for tiles of N columns: after the stages places for BUFFERS parts of each consumer's output, which
+// hold the residual stream before. Each has two barriers: `ready` with the stream, or for what overwrites it, and
+// `finished` by the consumer's four warps.
+template <int N, int BUFFERS>
+struct Memory : Shared<N, kHalves, kConsumers * BUFFERS * kPartBytes> {
+  using Base = Shared<N, kHalves, kConsumers * BUFFERS * kPartBytes>;
+  static constexpr int kBuffers = BUFFERS, kColumnParts = N / kPartColumns, kParts = kHalves * kColumnParts;
+  static_assert(kParts % kBuffers == 0);
+
+  __device__ __forceinline__ uint32_t part(int group, int buffer) const {
+    return this->extra() + (group * kBuffers + buffer) * kPartBytes;
+  }
+  __device__ __forceinline__ uint32_t ready(int group, int buffer) const {
+    return this->full(Base::kStages + group * kBuffers + buffer);
+  }
+  __device__ __forceinline__ uint32_t finished(int group, int buffer) const { return ready(group, buffer) + 8; }
+
+  // By one thread, ahead of a barrier of the block.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < kConsumers * kBuffers; ++i) {
+      barrier_init(ready(0, i), 1);
+      barrier_init(finished(0, i), 4);
+    }
+    for (int stage = 0; stage < Base::kStages; ++stage) {
+      barrier_init(this->full(stage), 1);
+      barrier_init(this->empty(stage), 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// First row and column of a tile. Columns vary fastest: the weights fit in L2, so that the rows are read from memory
+// once.
+template <int N>
+struct Tile {
+  int row, column;
+
+  __device__ __forceinline__ Tile(const Arguments& arguments, int index)
+      : row(index / arguments.column_tiles * kGroupRows * kHalves), column(index % arguments.column_tiles * N) {}
+};
+
+// A place in the ring after so many more steps.
+template <int STAGES>
+__device__ __forceinline__ void skip(Ring<STAGES>& ring, int steps) {
+  const int stage = ring.stage + steps;
+  ring.stage = stage % STAGES;
+  ring.parity ^= stage / STAGES & 1;
+}
+
+// Weights of the first stages come before the wait for the kernel ahead.
+template <int N, int BUFFERS>
+__device__ __forceinline__ void produce(const Arguments& arguments, Memory<N, BUFFERS> shared) {
+  const auto load_weights = [&](const Tile<N>& tile, int step, int stage) {
+    barrier_expect(shared.full(stage), shared.kStageBytes);
+    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, tile.column, shared.full(stage));
+  };
+  const auto load_rows = [&](const Tile<N>& tile, int step, int stage) {
+    tensor_load(shared.rows(stage), arguments.x_map, step * kStep, tile.row, shared.full(stage));
+  };
+  Ring<shared.kStages> ring;
+  const Tile<N> first(arguments, blockIdx.x);
+  const int steps = arguments.inputs / kStep, early = min(steps, shared.kStages);
+  for (int i = 0; i < early; ++i) load_weights(first, i, i);
+  cudaGridDependencySynchronize();
+  for (int i = 0; i < early; ++i, ring.advance()) load_rows(first, i, i);
+  int begin = early;
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, begin = 0) {
+    const Tile<N> tile(arguments, index);
+    for (int step = begin; step < steps; ++step, ring.advance()) {
+      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+      load_weights(tile, step, ring.stage);
+      load_rows(tile, step, ring.stage);
+    }
+  }
+}
+
+// Named barriers of both consumers: whose turn it is.
+__device__ __forceinline__ int turn_of(int group) { return 1 + group; }
+__device__ __forceinline__ void named_wait(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(128 * kConsumers) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(128 * kConsumers) : "memory");
+}
+
+// The sum over the next `steps` stages. A consumer has its turn when all products of the tile before have been asked
+// for. Then all stages before its own have been full, so that no wait takes the parity of an earlier round for its own.
+template <int N, int BUFFERS>
+__device__ __forceinline__ void multiply_in_turn(float (&sum)[kHalves][N / 2], Memory<N, BUFFERS> shared,
+                                                 Ring<Memory<N, BUFFERS>::kStages>& ring, int steps, int group,
+                                                 bool more) {
+  const auto release = [](uint32_t empty) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+  };
+  uint32_t previous = 0;
+  named_wait(turn_of(group));
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    const uint32_t a = swizzled_descriptor(shared.rows(ring.stage));
+    const uint32_t b = swizzled_descriptor(shared.weights(ring.stage));
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        wgmma_swizzled(sum[half], a + 2 * k + half * (kGroupRows * kStep * 2 >> 4), b + 2 * k, step | k);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0) release(previous);
+    previous = shared.empty(ring.stage);
+  }
+  if (more) named_arrive(turn_of(group ^ 1));
+  wgmma_wait<0>();
+  release(previous);
+}
+
+// Stores a consumer's parts, and brings the residual stream of a later one where one has been stored. The last wait is
+// for memory, the others until the copy engine has read a part.
+template <int N, int BUFFERS, Finish FINISH>
+__device__ __forceinline__ void store(const Arguments& arguments, Memory<N, BUFFERS> shared, int group) {
+  const int begin = blockIdx.x + group * gridDim.x, stride = kConsumers * gridDim.x;
+  const auto row_of = [&](const Tile<N>& tile, int part) { return tile.row + part / shared.kColumnParts * kGroupRows; };
+  const auto column_of = [&](const Tile<N>& tile, int part) {
+    return tile.column + part % shared.kColumnParts * kPartColumns;
+  };
+  const auto prepare = [&](int index, int part) {
+    if (index >= arguments.tiles) return;
+    const int buffer = part % shared.kBuffers;
+    const uint32_t ready = shared.ready(group, buffer);
+    if (FINISH != kResidual) return barrier_arrive(ready);
+    const Tile<N> tile(arguments, index);
+    barrier_expect(ready, kPartBytes);
+    tensor_load(shared.part(group, buffer), arguments.out_map, column_of(tile, part), row_of(tile, part), ready);
+  };
+  cudaGridDependencySynchronize();
+  for (int part = 0; part < shared.kBuffers; ++part) prepare(begin, part);
+  uint32_t parity = 0;  // of a tile's first part
+  for (int index = begin; index < arguments.tiles; index += stride, parity ^= shared.kParts / shared.kBuffers & 1) {
+    const Tile<N> tile(arguments, index);
+    for (int part = 0; part < shared.kParts; ++part) {
+      const int buffer = part % shared.kBuffers, later = part + shared.kBuffers;
+      const int row = row_of(tile, part), column = column_of(tile, part);
+      barrier_wait(shared.finished(group, buffer), parity ^ (part / shared.kBuffers & 1));
+      if (row < arguments.rows && column < arguments.outputs)
+        tensor_store(arguments.out_map, column, row, shared.part(group, buffer));
+      asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
+      later < shared.kParts ? prepare(index, later) : prepare(index + stride, later - shared.kParts);
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Finishes a consumer's sums in shared memory, part by part. `parity`: of the first part.
+template <Finish FINISH, int N, int BUFFERS>
+__device__ __forceinline__ void finish_parts(const float (&sum)[kHalves][N / 2], const Arguments& arguments,
+                                             Memory<N, BUFFERS> shared, int group, int first_column, uint32_t parity) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 8;
+#pragma unroll
+  for (int part = 0; part < shared.kParts; ++part) {
+    const int buffer = part % shared.kBuffers, column = part % shared.kColumnParts * kPartColumns;
+    barrier_wait(shared.ready(group, buffer), parity ^ (part / shared.kBuffers & 1));
+#pragma unroll
+    for (int quad = 0; quad < 2; ++quad) {
+      const int eight = (quad * 4 + lane / 8) ^ row % 8;  // of columns, with the swizzle
+      finish_quad<FINISH>(sum[part / shared.kColumnParts] + column / 2 + 16 * quad, arguments,
+                          first_column + column + 32 * quad, shared.part(group, buffer) + row * kRowBytes + eight * 16,
+                          8 * kRowBytes);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.finished(group, buffer));
+  }
+}
+
+template <int N, int BUFFERS, Finish FINISH>
+__device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, BUFFERS> shared) {
+  const int group = threadIdx.x / 128 - 1, steps = arguments.inputs / kStep;
+  Ring<shared.kStages> ring;
+  skip(ring, group * steps);
+  uint32_t parity = 0;
+  if (group == 1) named_arrive(turn_of(0));
+  for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kConsumers * gridDim.x) {
+    float sum[kHalves][N / 2];
+    multiply_in_turn(sum, shared, ring, steps, group, index + gridDim.x < arguments.tiles);
+    skip(ring, steps);
+    finish_parts<FINISH>(sum, arguments, shared, group, index % arguments.column_tiles * N, parity);
+    parity ^= shared.kParts / shared.kBuffers & 1;
+  }
+}
+
+template <int N, int BUFFERS, Finish FINISH>
+__global__ void __launch_bounds__(kThreads, 1)
+    codec_linear_pingpong_kernel(const __grid_constant__ Arguments arguments) {
+  extern __shared__ char memory[];
+  const Memory<N, BUFFERS> shared{{aligned_address(memory)}};
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_shrink<24>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) produce(arguments, shared);
+    if (threadIdx.x == 96 && arguments.dependent_launch) prefetch_weights(arguments);
+    if (threadIdx.x % 32 == 0 && warp > 0 && warp <= kConsumers) store<N, BUFFERS, FINISH>(arguments, shared, warp - 1);
+  } else {
+    registers_grow<240>();
+    consume<N, BUFFERS, FINISH>(arguments, shared);
+  }
+}
+
+template <int N, int BUFFERS>
+MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
+  using Block = Memory<N, BUFFERS>;
+  Arguments arguments = {};
+  static_cast<CodecLinearParams&>(arguments) = params;
+  arguments.column_tiles = (params.outputs + N - 1) / N;
+  const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
+  MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
+  if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kRows);
+  if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.out_map, params.out, params.rows, params.outputs, kGroupRows, kPartColumns);
+  const auto kernel = params.scale  ? codec_linear_pingpong_kernel<N, BUFFERS, kResidual>
+                      : params.gelu ? codec_linear_pingpong_kernel<N, BUFFERS, kGelu>
+                                    : codec_linear_pingpong_kernel<N, BUFFERS, kStore>;
+  if (status == MOSS_OK)
+    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kBytes), kOp,
+                        "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  arguments.tiles = static_cast<int>(tiles);
+  const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
+  return launch_kernel(kOp, kernel, arguments, grid, dim3(kThreads), Block::kBytes);
+}
+
+}  // namespace
+
+MossStatus launch_pingpong(const CodecLinearParams& params, int multiprocessors) {
+  const auto launch_tile = params.tile_columns == 192 ? launch<192, 3> : launch<128, 4>;
+  return launch_tile(params, multiprocessors);
+}
+
+}  // namespace moss
