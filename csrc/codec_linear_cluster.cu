@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   float4 result[kItems] = {};
 #pragma unroll
   for (int slice = 0; slice < SLICES; ++slice) {
-    const uint32_t peer = peer_address(stages, (rank + slice) % SLICES);
+    const uint32_t peer = peer_address(stages, slice);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       int row, column;

@@ -122,7 +122,7 @@ def codec_linear(
     3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
     0. Sums and everything after the product are float32; an implementation may round less often than eager modules,
     never more. A bfloat16 product takes its input rounded to bfloat16: `x` times `norm_weight`, or the normalised `x`.
-    The result of a row depends on the number of rows, by such roundings.
+    The result of a row depends on the number of rows, by such roundings, but not on its place among them.
 
     Args:
         x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`.
