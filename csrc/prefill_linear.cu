@@ -80,19 +80,6 @@ struct Place {
   }
 };
 
-// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const bool upper = threadIdx.x & bit;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
-      (upper ? words[i] : words[i | bit]) = got;
-    }
-}
-
 // The sums as bf16, 16 bytes at a time: whole, or the gated ones, of which there are half as many.
 template <int N, bool GATE>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, bf16* out) {

@@ -32,9 +32,31 @@ __device__ __forceinline__ void registers_shrink() {
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+// Until at most PENDING groups of products are under way.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The same, `d` being of none of these groups. No use of `d` moves ahead of the wait, nor a copy of it to other
+// registers, which operands of the wait itself would allow.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait(float (&d)[32]) {
+  wgmma_wait<PENDING>();
+  asm volatile("" : MOSS_WGMMA_SUMS_32);
+}
+
+// The four lanes of a row hand each other words: lane q gets word q of each, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = threadIdx.x & bit;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
+      (upper ? words[i] : words[i | bit]) = got;
+    }
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[4], uint32_t a, uint32_t b) {

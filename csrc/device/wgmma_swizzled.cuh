@@ -24,6 +24,7 @@ __device__ __forceinline__ uint32_t swizzled_descriptor(uint32_t address) { retu
                  : "r"(a), "r"(b), "r"(accumulate), "n"(kSwizzledHigh));                                           \
   }
 
+MOSS_WGMMA_SWIZZLED(16, 8, 8, 9, 10, 11)
 MOSS_WGMMA_SWIZZLED(24, 12, 12, 13, 14, 15)
 MOSS_WGMMA_SWIZZLED(48, 24, 24, 25, 26, 27)
 MOSS_WGMMA_SWIZZLED(64, 32, 32, 33, 34, 35)
