@@ -239,8 +239,5 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
   if (takes_clusters(*params)) return launch_clusters(*params);
-  if (params->tokens > kShortTokens)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `tokens` must be at most %d for so many rows, got %d", kOp,
-                     kShortTokens, params->tokens);
-  return dispatch(*params);
+  return params->tokens > kShortTokens ? launch_wide(*params) : dispatch(*params);
 }

@@ -9,4 +9,7 @@ namespace moss {
 bool takes_clusters(const RingAttentionParams& params);
 MossStatus launch_clusters(const RingAttentionParams& params);
 
+// Chunks of more than 32 tokens, for arguments that have been checked.
+MossStatus launch_wide(const RingAttentionParams& params);
+
 }  // namespace moss

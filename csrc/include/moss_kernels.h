@@ -451,8 +451,7 @@ typedef struct RingAttentionParams {
   uint32_t struct_size;  /* sizeof(RingAttentionParams) */
   uint32_t abi_version;  /* MOSS_ABI_VERSION */
   int32_t batch;         /* B, 0 .. 65535 */
-  int32_t tokens;        /* T, 0 .. 32; up to 512 for few rows: B * H * ceil(T / 16) <= 264, or T / 32 beyond 256,
-                            and a window of at most 417, or 401 */
+  int32_t tokens;        /* T, >= 0; of more than 32 B * T and S+1 * H * C are at most 2^30 */
   int32_t heads;         /* H, 1 .. 65535 */
   int32_t head_dim;      /* D, 64 */
   int32_t capacity;      /* C, 1 .. 2^24 */

@@ -121,8 +121,9 @@ void test_ring_attention() {
   };
   refused("`batch`", [](auto& spoiled) { spoiled.batch = 65536; });
   refused("`tokens` must be >= 0", [](auto& spoiled) { spoiled.tokens = -1; });
-  refused("`tokens` must be at most 32 for so many rows, got 513", [](auto& spoiled) { spoiled.tokens = 513; });
-  refused("`tokens` must be at most 32", [](auto& spoiled) { spoiled.tokens = INT32_MAX; });
+  refused("`batch * tokens` must be 1 .. 1073741824", [](auto& spoiled) { spoiled.tokens = INT32_MAX; });
+  refused("`ring_slots * heads * capacity` must be 1 .. 1073741824",
+          [](auto& spoiled) { spoiled.tokens = 513, spoiled.ring_slots = INT32_MAX; });
   refused("`heads`", [](auto& spoiled) { spoiled.heads = 0; });
   refused("`head_dim`", [](auto& spoiled) { spoiled.head_dim = 128; });
   refused("`capacity` must be 1 .. 16777216, got 0", [](auto& spoiled) { spoiled.capacity = 0; });

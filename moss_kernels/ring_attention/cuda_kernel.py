@@ -1,4 +1,4 @@
-"""`ring_attention` of short chunks or few rows in CUDA C++: the call into libmoss_kernels.so."""
+"""`ring_attention` in CUDA C++: the call into libmoss_kernels.so."""
 
 import ctypes
 import math
@@ -9,9 +9,10 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-MAX_TOKENS = 32
 HEAD_DIM = 64
-# Of longer chunks: blocks that run at once, those of a cluster, and keys that a block sees.
+# Heads of all rows beyond which one tile of queries is worth a block of the kernel for long chunks.
+_MANY_HEADS = 500
+# Of chunks that clusters share: blocks that run at once, those of a cluster, and keys that a block sees.
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
 _DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
 
@@ -45,12 +46,13 @@ class RingAttentionParams(ctypes.Structure):
 
 
 def takes(qkv: torch.Tensor, ring_k: torch.Tensor, window: int, chunk_in_ring: bool) -> bool:
-    """Whether there is a kernel for these sizes and dtypes."""
-    fits = qkv.shape[1] <= MAX_TOKENS or _takes_long(*qkv.shape[:2], ring_k.shape[1], window)
-    return fits and ring_k.shape[3] == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
+    """Whether there is a kernel for these sizes and dtypes, and for 33 to 64 tokens whether it is the faster one."""
+    batch, tokens, heads = *qkv.shape[:2], ring_k.shape[1]
+    faster = tokens <= 32 or tokens > 64 or batch * heads > _MANY_HEADS or _takes_clusters(batch, tokens, heads, window)
+    return faster and ring_k.shape[3] == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
 
 
-def _takes_long(batch: int, tokens: int, heads: int, window: int) -> bool:
+def _takes_clusters(batch: int, tokens: int, heads: int, window: int) -> bool:
     block = 16 if tokens <= 16 * _MAX_CLUSTER else 32
     cluster = -(-tokens // block)
     return cluster <= _MAX_CLUSTER and batch * heads * cluster <= _MAX_BLOCKS and window + block <= _MAX_KEYS

@@ -1,0 +1,601 @@
+// moss_ring_attention for chunks of more than 32 tokens, where the time is that of tensor cores and exponentials.
+//
+// A persistent block takes items: some heads of a row and some tiles of 64 queries, one for each of its consumers,
+// warpgroups that hold scores, weights and result in registers. A loader, one warp, has the keys and values that an
+// item sees copied into stages, 64 tokens at a time, counted from the chunk's first. Finishers, three warps, rotate the
+// chunk's own keys where they lie and clear what does not exist. Where a block has all queries of a head in turn they
+// also write the chunk into the ring: an item's tiles of the ring come first, and have arrived before those of the
+// chunk.
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "checks.h"
+#include "device/mma.cuh"
+#include "device/rotate.cuh"
+#include "device/tile_product.cuh"
+#include "device/wgmma_registers.cuh"
+#include "launch.h"
+#include "ring_attention.h"
+#include "tensor_map.h"
+
+namespace moss {
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr char kOp[] = "ring_attention";
+constexpr int kHeadDim = 64, kRowBytes = kHeadDim * 2, kPieces = kRowBytes / 16;
+constexpr int kTile = 64;  // queries of a consumer; keys of a stage
+constexpr int kConsumers = 4, kFinishers = 3;
+constexpr int kStages = 12, kTileBytes = kTile * kRowBytes, kStageBytes = 2 * kTileBytes;
+// Registers of a thread; together those that the block has at its start, 96 each.
+constexpr int kConsumerRegisters = 104, kProducerRegisters = 64;
+static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 96);
+// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
+constexpr float kLowest = -3.0e38f;
+// How much a score may exceed its row's reference, so that a weight is 2^8, before the result is scaled anew.
+constexpr float kSlack = 8.0f;
+
+constexpr int kBoxes[] = {kTile, 16, 1};  // rows of one copy
+constexpr int kNever = 1 << 30;        // later than any token
+
+struct Arguments : RingAttentionParams {
+  CUtensorMap chunk[3], keys[3], values[3];  // by kBoxes
+  int item_heads, item_tiles;                // of an item, at most
+  int head_groups, query_groups;
+  int items, chain;  // of the grid; neighbours that one block takes in turn: all query groups if it writes the ring
+};
+
+// What a stage holds.
+struct alignas(16) Part {
+  int token, begin, end;  // the first token; those that exist
+  int source;             // its number in the batch; negative: it lies in the ring
+  int ring, edge;         // rows of the head's ring and of token 0 in it
+  int stored;             // first token that is written into the ring
+  int done;               // no part, and none follows
+
+  __device__ __forceinline__ bool exists(int key) const { return token + key >= begin && token + key < end; }
+  // Where a key lies: its row in the ring or in the chunk.
+  __device__ __forceinline__ int row(int key, int capacity) const {
+    const int place = edge + token + key;
+    return source >= 0 ? source + key : ring + (place < 0 ? place + capacity : place);
+  }
+  // Whether these keys exist and follow each other in memory.
+  __device__ __forceinline__ bool whole(int first, int count, int capacity) const {
+    const int last = first + count - 1;
+    return exists(first) && exists(last) && row(last, capacity) - row(first, capacity) == count - 1;
+  }
+};
+
+struct Memory {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t keys(int stage) const { return base + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t queries(int consumer) const {
+    return base + kStages * kStageBytes + consumer * kTileBytes;
+  }
+  // Consumers may read; the loader may copy; copies have arrived.
+  __device__ __forceinline__ uint32_t full(int stage) const { return queries(kConsumers) + 24 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+  __device__ __forceinline__ uint32_t loaded(int stage) const { return full(stage) + 16; }
+  static constexpr int kBytes = kStages * (kStageBytes + 24) + kConsumers * kTileBytes + kAlignment;
+
+  __device__ __forceinline__ void init_barriers(int consumers) const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(full(stage), kFinishers);
+      barrier_init(empty(stage), 4 * consumers);
+      barrier_init(loaded(stage), 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+struct Item {
+  int row, head, heads, first;  // `first`: query
+  int valid, held;
+  int64_t slot, start;
+  int begin, end;  // tiles of keys
+  int stored;      // first token that is written into the ring
+
+  __device__ __forceinline__ Item(const Arguments& arguments, int index) {
+    first = index % arguments.query_groups * arguments.item_tiles * kTile;
+    const int rest = index / arguments.query_groups;
+    head = rest % arguments.head_groups * arguments.item_heads;
+    row = rest / arguments.head_groups;
+    heads = min(arguments.item_heads, arguments.heads - head);
+    valid = __ldcg(arguments.valid + row);
+    slot = __ldcg(arguments.slots + row);
+    start = __ldcg(arguments.offset + slot);
+    held = static_cast<int>(start < arguments.capacity ? start : arguments.capacity);
+    const int beyond = first + arguments.item_tiles * kTile;
+    begin = max(first - arguments.window + 1, -held) >> 6;
+    end = first < valid ? ((min(beyond, valid) - 1) >> 6) + 1 : begin;
+    stored = kNever;
+    if (arguments.write && first < valid && valid <= beyond) {
+      stored = max(valid - arguments.capacity, 0);
+      begin = min(begin, stored >> 6);
+    }
+  }
+};
+
+// The item after one of this block's.
+__device__ __forceinline__ int next(const Arguments& arguments, int index) {
+  return ++index % arguments.chain ? index : index + (gridDim.x - 1) * arguments.chain;
+}
+
+struct Loader {
+  const Arguments& arguments;
+  Memory shared;
+  Part (&parts)[kStages];
+  int lane;
+
+  __device__ __forceinline__ void copy(const Part& part, int head, int stage) const {
+    const bool own = part.source >= 0;
+    const int tokens = min(part.end, part.token + kTile) - max(part.begin, part.token);
+    const uint32_t barrier = shared.loaded(stage);
+    if (lane == 0) {
+      parts[stage] = part;
+      barrier_expect(barrier, max(tokens, 0) * 2 * kRowBytes);
+    }
+    __syncwarp();
+    const int width = arguments.heads * kHeadDim;
+    const auto load = [&](int which, int key, int box) {
+      const CUtensorMap* map = own ? arguments.chunk : which ? arguments.values : arguments.keys;
+      tensor_load(shared.keys(stage) + which * kTileBytes + key * kRowBytes, map[box],
+                  own ? (1 + which) * width + head * kHeadDim : 0, part.row(key, arguments.capacity), barrier);
+    };
+    if (part.whole(0, kTile, arguments.capacity)) {
+      if (lane < 2) load(lane, 0, 0);
+      return;
+    }
+    const int which = lane / 16, rest = lane % 16;
+#pragma unroll 1
+    for (int first = 0; first < kTile; first += 16) {
+      if (part.whole(first, 16, arguments.capacity)) {
+        if (rest == 0) load(which, first, 1);
+      } else if (part.exists(first + rest)) {
+        load(which, first + rest, 2);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    Ring<kStages> ring;
+    cudaGridDependencySynchronize();
+#pragma unroll 1
+    for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
+      const Item item(arguments, index);
+      const int edge = static_cast<int>(item.start % arguments.capacity);
+      const int ring_rows = static_cast<int>((item.slot * arguments.heads + item.head) * arguments.capacity);
+      int token = item.begin * kTile, head = 0;
+#pragma unroll 1
+      for (int left = (item.end - item.begin) * item.heads; left > 0; --left, ring.advance()) {
+        const bool own = token >= 0;
+        const Part part = {token,
+                           own ? 0 : -item.held,
+                           own ? item.valid : 0,
+                           own ? item.row * arguments.tokens + token : -1,
+                           ring_rows + head * arguments.capacity,
+                           edge,
+                           item.stored,
+                           0};
+        barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+        copy(part, item.head + head, ring.stage);
+        if (++head == item.heads) head = 0, token += kTile;
+      }
+    }
+    barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+    if (lane != 0) return;
+    parts[ring.stage].done = 1;
+    barrier_arrive(shared.loaded(ring.stage));
+  }
+};
+
+struct Finisher {
+  const Arguments& arguments;
+  Memory shared;
+  Part (&parts)[kStages];
+  int number, lane;
+
+  // COUNT rows of a part from `first` on, kStride apart, each by eight lanes. Beyond the tile there are none.
+  static constexpr int kRows = 32 / kPieces, kStride = kRows * kFinishers;
+  template <int COUNT>
+  __device__ __forceinline__ void finish(const Part& part, int first, int stage) const {
+    using Piece = Vector<bf16, 8>;
+    const int piece = lane % kPieces;
+    const bool own = part.source >= 0;
+    alignas(16) float angles[COUNT][8];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int key = first + i * kStride;
+      if (!own || key >= kTile || !part.exists(key)) continue;
+      const float4* from = reinterpret_cast<const float4*>(
+          arguments.cos_sin + static_cast<int64_t>(part.source + key) * kHeadDim + 8 * piece);
+      reinterpret_cast<float4*>(angles[i])[0] = __ldcg(from);
+      reinterpret_cast<float4*>(angles[i])[1] = __ldcg(from + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int key = first + i * kStride;
+      if (key >= kTile) continue;
+      const uint32_t address = shared.keys(stage) + key * kRowBytes + (piece ^ key % 8) * 16;
+      uint4* place = static_cast<uint4*>(__cvta_shared_to_generic(address));
+      if (!part.exists(key)) {
+        place[0] = place[kTileBytes / 16] = uint4{};
+      } else if (own) {
+        uint4 k = *place;
+        reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles[i]);
+        *place = k;
+        if (part.token + key < part.stored) continue;
+        const int ring = part.ring + (part.edge + part.token + key) % arguments.capacity;
+        const int64_t target = static_cast<int64_t>(ring) * kHeadDim + 8 * piece;
+        *reinterpret_cast<uint4*>(static_cast<bf16*>(arguments.ring_k) + target) = k;
+        *reinterpret_cast<uint4*>(static_cast<bf16*>(arguments.ring_v) + target) = place[kTileBytes / 16];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    constexpr int kCount = 3;
+    Ring<kStages> ring;
+#pragma unroll 1
+    for (;; ring.advance()) {
+      barrier_wait(shared.loaded(ring.stage), ring.parity);
+      const Part part = parts[ring.stage];
+      if (part.done) return;
+      if (part.source >= 0 || !part.exists(0)) {
+#pragma unroll 1
+        for (int first = number * kRows + lane / kPieces; first < kTile; first += kCount * kStride)
+          finish<kCount>(part, first, ring.stage);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+      }
+      if (lane == 0) barrier_arrive(shared.full(ring.stage));
+    }
+  }
+};
+
+// Threads of a consumer wait for each other.
+__device__ __forceinline__ void consumer_sync() {
+  asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
+}
+
+// Rotated queries of a consumer to shared memory; those that do not exist become zeros.
+__device__ __forceinline__ void load_queries(const Arguments& arguments, const Item& item, int head, int first,
+                                             uint32_t tile) {
+  constexpr int kTurns = kTile * kPieces / 128;
+  using Piece = Vector<bf16, 8>;
+  const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces;
+  uint4 queries[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int token = first + row + i * 128 / kPieces;
+    queries[i] = uint4{};
+    if (token >= item.valid) continue;
+    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
+    const bf16* q = static_cast<const bf16*>(arguments.qkv) + place * 3 * arguments.heads * kHeadDim + head * kHeadDim;
+    queries[i] = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
+    reinterpret_cast<Piece&>(queries[i]) =
+        rotate(reinterpret_cast<Piece&>(queries[i]), arguments.cos_sin + place * kHeadDim + 8 * piece);
+  }
+  consumer_sync();
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const uint32_t address = tile + (row + i * 128 / kPieces) * kRowBytes + (piece ^ row % 8) * 16;
+    *reinterpret_cast<uint4*>(__cvta_shared_to_generic(address)) = queries[i];
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  consumer_sync();
+}
+
+// Of a tile's rows those of this thread are this and the eighth on.
+__device__ __forceinline__ int row_in_tile() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+// What a thread of a consumer holds: of its rows r and r + 8 the scores of one tile and the result of all before.
+struct Attention {
+  float score[32], result[32];
+  float highest[2], total[2];  // the reference of the weights, not always the maximum; of this thread's keys alone
+
+  __device__ __forceinline__ void begin() {
+    highest[0] = highest[1] = kLowest;
+    total[0] = total[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) result[i] = 0.0f;
+  }
+
+  // The last KEYS of a tile.
+  template <int KEYS>
+  __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t tile) {
+    const uint32_t keys = tile + (kTile - KEYS) * (kRowBytes / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i)
+      wgmma_swizzled(reinterpret_cast<float (&)[KEYS / 2]>(score), queries + 2 * i, keys + 2 * i, i);
+    wgmma_commit();
+  }
+  template <int KEYS>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[KEYS / 16][4], uint32_t tile) {
+    const uint32_t values = tile + (kTile - KEYS) * (kRowBytes / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) wgmma_registers(result, weights[i], values + i * (16 * kRowBytes / 16));
+    wgmma_commit();
+  }
+
+  // `first`: query of row 0. `key`: the first of those that count. `oldest`: first token that exists.
+  template <int KEYS>
+  __device__ __forceinline__ void mask(int first, int key, int oldest, int window) {
+    key += 2 * (threadIdx.x % 4);
+    const int query = first + row_in_tile();
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int token = key + 8 * (i / 4) + i % 2, ahead = query + i / 2 % 2 * 8 - token;
+      if (ahead < 0 || ahead >= window || token < oldest) score[i] = -INFINITY;
+    }
+  }
+
+  // The reference follows the scores once these exceed it by more than kSlack.
+  template <int KEYS>
+  __device__ __forceinline__ void follow(float scale) {
+    float factor[2];
+    bool grown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = score[2 * half];
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(score[i + 2 * half], score[i + 2 * half + 1]));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
+      const bool follows = top > highest[half] + kSlack;
+      factor[half] = follows ? exp2_approx(highest[half] - top) : 1.0f;
+      if (follows) highest[half] = top;
+      grown |= follows;
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) total[half] *= factor[half];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) result[i] *= factor[i / 2 % 2];
+  }
+
+  template <int KEYS>
+  __device__ __forceinline__ void weigh(uint32_t (&weights)[KEYS / 16][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 2) {
+      const int half = i / 2 % 2;
+      const float low = exp2_approx(fmaf(score[i], scale, -highest[half]));
+      const float high = exp2_approx(fmaf(score[i + 1], scale, -highest[half]));
+      total[half] += low + high;
+      weights[i / 8][i / 2 % 4] = pack_bf16(low, high);
+    }
+  }
+};
+
+__device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int head, int first,
+                                      const Attention& attention) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float total = attention.total[half];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    const int token = first + row_in_tile() + 8 * half;
+    const float factor = token < item.valid ? 1.0f / total : 0.0f;
+    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
+    bf16* out = static_cast<bf16*>(arguments.out) + (place * arguments.heads + head) * kHeadDim;
+#pragma unroll
+    for (int block = 0; block < kHeadDim / 8; block += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &attention.result[4 * (block + i) + 2 * half];
+        words[i] = token < item.valid ? pack_bf16(pair[0] * factor, pair[1] * factor) : 0;
+      }
+      transpose_quad(words);
+      if (token < arguments.tokens)
+        *reinterpret_cast<uint4*>(out + 8 * (block + threadIdx.x % 4)) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
+__device__ __forceinline__ void store_zeros(const Arguments& arguments, const Item& item, int head, int first) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < kTile * kPieces; i += 128) {
+    const int token = first + i / kPieces;
+    if (token >= arguments.tokens) break;
+    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
+    bf16* out = static_cast<bf16*>(arguments.out) + (place * arguments.heads + head) * kHeadDim;
+    *reinterpret_cast<uint4*>(out + 8 * (i % kPieces)) = uint4{};
+  }
+}
+
+struct Consumer {
+  const Arguments& arguments;
+  Memory shared;
+  Ring<kStages> ring;
+  int item_heads = 0;
+
+  // Of the keys in a stage. Eight rows of values follow eight others as far on as eight rows of keys.
+  __device__ __forceinline__ uint32_t tile_descriptor(int stage) const {
+    return (swizzled_descriptor(shared.base) | 1024 >> 4 << 16) + stage * (kStageBytes / 16);
+  }
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
+  }
+  __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+    for (; count > 0; --count, ring.advance()) {
+      barrier_wait(shared.full(ring.stage), ring.parity);
+      release(ring.stage);
+    }
+  }
+
+  // The last KEYS of a tile, `tile` being its first.
+  template <int KEYS>
+  __device__ __forceinline__ void step(Attention& attention, uint32_t queries, int tile, int first, int oldest) {
+    const int key = tile + kTile - KEYS;
+    attention.multiply_keys<KEYS>(queries, tile_descriptor(ring.stage));
+    wgmma_wait<0>(attention.score);
+    if (key + KEYS > first || key <= first + kTile - 1 - arguments.window || key < oldest)
+      attention.mask<KEYS>(first, key, oldest, arguments.window);
+    attention.follow<KEYS>(arguments.scale);
+    uint32_t weights[KEYS / 16][4];
+    attention.weigh<KEYS>(weights, arguments.scale);
+    attention.multiply_values<KEYS>(weights, tile_descriptor(ring.stage) + kTileBytes / 16);
+    wgmma_wait<0>(attention.result);
+    release(ring.stage);
+    ring.advance();
+  }
+
+  // Attention of one tile of queries over an item's tiles of keys; `item_head`: which head of the item's it is.
+  __device__ __forceinline__ void attend(Attention& attention, const Item& item, int first, int item_head) {
+    const int oldest = max(first - arguments.window + 1, -item.held), begin = oldest >> 6;
+    const uint32_t query_tile = shared.queries(item_head * arguments.item_tiles + (first - item.first) / kTile);
+    load_queries(arguments, item, item.head + item_head, first, query_tile);
+    const uint32_t queries = swizzled_descriptor(query_tile);
+    item_heads = item.heads;
+    skip((begin - item.begin) * item.heads + item_head);
+    int key = begin * kTile;
+    attention.begin();
+    const bool narrow = key + kTile - oldest <= 16;
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    if (narrow)
+      step<16>(attention, queries, key, first, oldest);
+    else
+      step<kTile>(attention, queries, key, first, oldest);
+#pragma unroll 1
+    for (key += kTile; key <= first; key += kTile) {
+      skip(item_heads - 1);
+      barrier_wait(shared.full(ring.stage), ring.parity);
+      step<kTile>(attention, queries, key, first, oldest);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
+    const int item_head = group / arguments.item_tiles, item_tile = group % arguments.item_tiles;
+    Attention attention;
+    cudaGridDependencySynchronize();
+#pragma unroll 1
+    for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
+      const Item item(arguments, index);
+      const int first = item.first + item_tile * kTile;
+      const bool wanted = item_head < item.heads;
+      if (wanted && first < item.valid) {
+        attend(attention, item, first, item_head);
+        skip((item.end - first / kTile) * item.heads - 1 - item_head);
+        store(arguments, item, item.head + item_head, first, attention);
+      } else {
+        skip((item.end - item.begin) * item.heads);
+        if (wanted) store_zeros(arguments, item, item.head + item_head, first);
+      }
+    }
+  }
+};
+
+__global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
+    ring_attention_wide_kernel(const __grid_constant__ Arguments arguments) {
+  extern __shared__ char memory[];
+  __shared__ Part parts[kStages];
+  const Memory shared{aligned_address(memory)};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, consumers = arguments.item_heads * arguments.item_tiles;
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == 0) shared.init_barriers(consumers);
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_shrink<kProducerRegisters>();
+    if (warp == 0)
+      Loader{arguments, shared, parts, lane}.run();
+    else
+      Finisher{arguments, shared, parts, warp - 1, lane}.run();
+  } else {
+    registers_grow<kConsumerRegisters>();
+    if (warp / 4 <= consumers) Consumer{arguments, shared, {}}.run();
+  }
+}
+
+int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// How many tiles of queries and how many heads an item has: what takes least by the measured time of an item, most of
+// which is that of its tiles of keys. And whether blocks write the ring: not where chains of items would take longer.
+void choose_items(Arguments& arguments, int multiprocessors) {
+  const int64_t tiles = blocks(arguments.tokens, kTile), key_tiles = blocks(arguments.window - 1, kTile);
+  double least = 0.0;
+  for (int queries = 1; queries <= std::min<int64_t>(tiles, kConsumers); ++queries)
+    for (int heads = 1; heads * queries <= kConsumers; ++heads) {
+      const int64_t groups = blocks(tiles, queries), chains = blocks(arguments.heads, heads) * arguments.batch;
+      const double item = 2.0 + heads * (key_tiles + queries) * (0.85 + 0.12 * queries);
+      const double time = item * blocks(chains * groups, multiprocessors);
+      if (least != 0.0 && time >= least) continue;
+      least = time;
+      arguments.item_tiles = queries, arguments.item_heads = heads;
+    }
+  arguments.query_groups = static_cast<int>(blocks(tiles, arguments.item_tiles));
+  arguments.head_groups = static_cast<int>(blocks(arguments.heads, arguments.item_heads));
+  const int64_t chains = int64_t{arguments.head_groups} * arguments.batch;
+  arguments.write = arguments.write && blocks(chains, multiprocessors) * arguments.query_groups <=
+                                           blocks(chains * arguments.query_groups, multiprocessors);
+  arguments.chain = arguments.write ? arguments.query_groups : 1;
+}
+
+MossStatus make_maps(Arguments& arguments, int ring_rows) {
+  MossStatus status = MOSS_OK;
+  for (int i = 0; i < 3; ++i) {
+    const int rows = kBoxes[i];
+    const auto make = [&](CUtensorMap* map, const void* pointer, int all_rows, int columns) {
+      if (status == MOSS_OK) status = make_map(kOp, map, pointer, all_rows, columns, rows);
+    };
+    make(&arguments.chunk[i], arguments.qkv, arguments.batch * arguments.tokens, 3 * arguments.heads * kHeadDim);
+    make(&arguments.keys[i], arguments.ring_k, ring_rows, kHeadDim);
+    make(&arguments.values[i], arguments.ring_v, ring_rows, kHeadDim);
+  }
+  return status;
+}
+
+MossStatus write_ring(const RingAttentionParams& params) {
+  RingKvWriteParams write = {};
+  write.struct_size = sizeof(write);
+  write.abi_version = params.abi_version;
+  write.batch = params.batch, write.tokens = params.tokens;
+  write.heads = params.heads, write.head_dim = params.head_dim, write.capacity = params.capacity;
+  write.dtype = MOSS_BFLOAT16;
+  write.dependent_launch = params.dependent_launch != 0;
+  write.qkv = params.qkv, write.cos_sin = params.cos_sin;
+  write.ring_k = params.ring_k, write.ring_v = params.ring_v;
+  write.slots = params.slots, write.valid = params.valid, write.offset = params.offset;
+  write.stream = params.stream;
+  return moss_ring_kv_write(&write);
+}
+
+}  // namespace
+
+MossStatus launch_wide(const RingAttentionParams& params) {
+  const int64_t ring_rows = int64_t{params.ring_slots} * params.heads * params.capacity;
+  MossStatus status = check_range(kOp, "ring_slots * heads * capacity", ring_rows, 1, kMostRows);
+  if (status == MOSS_OK)
+    status = check_range(kOp, "batch * tokens", int64_t{params.batch} * params.tokens, 1, kMostRows);
+  int device = 0, multiprocessors = 0;
+  if (status == MOSS_OK) status = check_cuda(cudaGetDevice(&device), kOp, "cudaGetDevice");
+  if (status == MOSS_OK)
+    status = check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp,
+                        "cudaDeviceGetAttribute");
+  if (status != MOSS_OK) return status;
+  Arguments arguments = {};
+  static_cast<RingAttentionParams&>(arguments) = params;
+  choose_items(arguments, multiprocessors);
+  const int64_t items = int64_t{arguments.query_groups} * arguments.head_groups * params.batch;
+  status = check_range(kOp, "items", items, 1, kMostRows);
+  if (status == MOSS_OK) status = make_maps(arguments, static_cast<int>(ring_rows));
+  if (status == MOSS_OK)
+    status = check_cuda(
+        cudaFuncSetAttribute(ring_attention_wide_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes),
+        kOp, "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  arguments.items = static_cast<int>(items);
+  const dim3 grid(std::min(arguments.items / arguments.chain, multiprocessors));
+  status =
+      launch_kernel(kOp, ring_attention_wide_kernel, arguments, grid, dim3(128 * (1 + kConsumers)), Memory::kBytes);
+  return status == MOSS_OK && params.write && !arguments.write ? write_ring(params) : status;
+}
+
+}  // namespace moss
