@@ -192,6 +192,22 @@ struct Loader {
   }
 };
 
+// Eight dimensions of a token and its angles, loaded.
+struct Turn {
+  uint4 piece;
+  alignas(16) float angles[8];
+
+  __device__ __forceinline__ void load_angles(const float* from) {
+    reinterpret_cast<float4*>(angles)[0] = __ldcg(reinterpret_cast<const float4*>(from));
+    reinterpret_cast<float4*>(angles)[1] = __ldcg(reinterpret_cast<const float4*>(from) + 1);
+  }
+  __device__ __forceinline__ uint4 rotated() const {
+    uint4 x = piece;
+    reinterpret_cast<Vector<bf16, 8>&>(x) = rotate(reinterpret_cast<Vector<bf16, 8>&>(x), angles);
+    return x;
+  }
+};
+
 struct Finisher {
   const Arguments& arguments;
   Memory shared;
@@ -202,18 +218,15 @@ struct Finisher {
   static constexpr int kRows = 32 / kPieces, kStride = kRows * kFinishers;
   template <int COUNT>
   __device__ __forceinline__ void finish(const Part& part, int first, int stage) const {
-    using Piece = Vector<bf16, 8>;
     const int piece = lane % kPieces;
     const bool own = part.source >= 0;
-    alignas(16) float angles[COUNT][8];
+    Turn turns[COUNT];
+    if (own) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int key = first + i * kStride;
-      if (!own || key >= kTile || !part.exists(key)) continue;
-      const float4* from = reinterpret_cast<const float4*>(
-          arguments.cos_sin + static_cast<int64_t>(part.source + key) * kHeadDim + 8 * piece);
-      reinterpret_cast<float4*>(angles[i])[0] = __ldcg(from);
-      reinterpret_cast<float4*>(angles[i])[1] = __ldcg(from + 1);
+      for (int i = 0; i < COUNT; ++i) {
+        const int key = min(min(first + i * kStride, kTile - 1), part.end - 1 - part.token);
+        turns[i].load_angles(arguments.cos_sin + static_cast<int64_t>(part.source + key) * kHeadDim + 8 * piece);
+      }
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -224,9 +237,8 @@ struct Finisher {
       if (!part.exists(key)) {
         place[0] = place[kTileBytes / 16] = uint4{};
       } else if (own) {
-        uint4 k = *place;
-        reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles[i]);
-        *place = k;
+        turns[i].piece = *place;
+        const uint4 k = *place = turns[i].rotated();
         if (part.token + key < part.stored) continue;
         const int ring = part.ring + (part.edge + part.token + key) % arguments.capacity;
         const int64_t target = static_cast<int64_t>(ring) * kHeadDim + 8 * piece;
@@ -261,29 +273,26 @@ __device__ __forceinline__ void consumer_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
 }
 
-// Rotated queries of a consumer to shared memory; those that do not exist become zeros.
+// Rotated queries of a consumer, of which one at least is valid, to shared memory; the last valid one takes the place of
+// those beyond it. All loads are on their way before the first is used.
 __device__ __forceinline__ void load_queries(const Arguments& arguments, const Item& item, int head, int first,
                                              uint32_t tile) {
   constexpr int kTurns = kTile * kPieces / 128;
-  using Piece = Vector<bf16, 8>;
   const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces;
-  uint4 queries[kTurns];
+  Turn turns[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int token = first + row + i * 128 / kPieces;
-    queries[i] = uint4{};
-    if (token >= item.valid) continue;
+    const int token = min(first + row + i * 128 / kPieces, item.valid - 1);
     const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
     const bf16* q = static_cast<const bf16*>(arguments.qkv) + place * 3 * arguments.heads * kHeadDim + head * kHeadDim;
-    queries[i] = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
-    reinterpret_cast<Piece&>(queries[i]) =
-        rotate(reinterpret_cast<Piece&>(queries[i]), arguments.cos_sin + place * kHeadDim + 8 * piece);
+    turns[i].piece = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
+    turns[i].load_angles(arguments.cos_sin + place * kHeadDim + 8 * piece);
   }
   consumer_sync();
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const uint32_t address = tile + (row + i * 128 / kPieces) * kRowBytes + (piece ^ row % 8) * 16;
-    *reinterpret_cast<uint4*>(__cvta_shared_to_generic(address)) = queries[i];
+    *static_cast<uint4*>(__cvta_shared_to_generic(address)) = turns[i].rotated();
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   consumer_sync();
