@@ -20,6 +20,8 @@ from bench import harness
 from bench.baselines_frame import TorchFrame
 from bench.frame_profile import print_profile
 from moss_kernels import SamplingParams
+from moss_kernels.prefill_attention import TILE
+from moss_runtime.graphs.capture import bucket_for
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.model.tts import MossTTS
@@ -55,7 +57,7 @@ class Bench:
         prompts = random_prompts(self.model, [self.context + 1, self.context // 2])
         for row, prompt in enumerate(prompts):
             self.admit(row, len(prompt) - 1)
-            for piece in cut(row, prompt, self.prefill.lengths):
+            for piece in cut(row, prompt, self.prefill.piece):
                 self.prefill.run([piece])
         self.frame.launch([0, 1])
         got = self.frame.step.buffers.normed[:2].float()
@@ -97,7 +99,11 @@ class Bench:
 
     def prefill_case(self, batch: int, length: int) -> harness.Case:
         tokens = batch * (length - 1)
-        conditions = {"dtype": str(self.model.dtype), "bucket": self._bucket(length), "l2": "the weights of the pass"}
+        conditions = {
+            "dtype": str(self.model.dtype),
+            "bucket": self._bucket(batch, length),
+            "l2": "the weights of the pass",
+        }
         flops = 2 * tokens * self.linears
         return harness.Case(
             f"prefill/B{batch}/L{length}", "ms", self.model.dtype.itemsize * self.linears, flops, 1, conditions
@@ -121,19 +127,18 @@ class Bench:
 
     def prefill_variants(self, batch: int, length: int) -> list[harness.Variant]:
         prompts = random_prompts(self.model, [length] * batch)
-        pieces = [cut(row, prompt, self.prefill.lengths)[0] for row, prompt in enumerate(prompts)]
+        pieces = [cut(row, prompt, self.prefill.piece)[0] for row, prompt in enumerate(prompts)]
         self.prefill.run(pieces)
         rows = torch.stack(prompts)[:, :-1].to(self.model.device)
 
         def eager() -> None:
             self.model.transformer(self.model.embed(rows), self.model.transformer.new_cache(batch))
 
-        shape = (batch, self._bucket(length), 0)
-        runs = {"runtime": partial(self.prefill.compute, *shape), "torch_graph": eager}
+        runs = {"runtime": partial(self.prefill.compute, self._bucket(batch, length)), "torch_graph": eager}
         return [harness.Variant(name, run, lambda: None) for name, run in runs.items()]
 
-    def _bucket(self, length: int) -> int:
-        return min(bucket for bucket in self.prefill.lengths if bucket >= length - 1)
+    def _bucket(self, batch: int, length: int) -> int:
+        return bucket_for(batch * TILE * -(-(length - 1) // TILE), self.prefill.buckets)
 
 
 def last_hidden(model: MossTTS, prompts: list[torch.Tensor]) -> torch.Tensor:

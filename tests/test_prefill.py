@@ -7,7 +7,7 @@ import torch
 
 from moss_kernels import SamplingParams
 from moss_runtime.graphs.backbone_step import BackboneStep
-from moss_runtime.graphs.prefill import LENGTHS, Prefill, cut
+from moss_runtime.graphs.prefill import PIECE, Prefill, cut
 from moss_runtime.model import MossTTS
 from moss_runtime.observe import FallbackReason
 from moss_runtime.random_weights import random_model, random_prompts
@@ -15,7 +15,7 @@ from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
 
 GOLDEN = Path(__file__).parent / "golden"
-SIZES = (20, 1, 3, 9, 8, 12, 2, 17, 5)
+SIZES = (34, 1, 3, 18, 17, 21, 2, 33, 5)
 ROWS = len(SIZES)
 
 
@@ -52,17 +52,17 @@ def make(model, page_size=4, **options):
     common = {"dtype": model.dtype, "device": model.device}
     pool = DecodePool(model.config, rows=ROWS, max_frames=4, **common)
     kv = PagedKV(
-        model.config.backbone, rows=ROWS, pages=8 * ROWS, page_size=page_size, max_tokens=8 * page_size, **common
+        model.config.backbone, rows=ROWS, pages=12 * ROWS, page_size=page_size, max_tokens=12 * page_size, **common
     )
     kv.key_pages[:, :-1], kv.value_pages[:, :-1] = torch.nan, torch.nan
     pool.staging[:-1] = torch.nan
     step = BackboneStep(model.transformer, max_batch=1)
-    return Prefill(model, step, pool, kv, **{"lengths": (4, 8), "rows": (1, 2, 4), "max_tokens": 16} | options)
+    return Prefill(model, step, pool, kv, **{"piece": 16, "prompts": 4, "tokens": (16, 32), "max_tokens": 48} | options)
 
 
 def run(prefill, prompts, rows):
     """Prefill prompts into rows; returns the shapes of the passes."""
-    waiting = [cut(row, prompt, prefill.lengths) for row, prompt in zip(rows, prompts, strict=True)]
+    waiting = [cut(row, prompt, prefill.piece) for row, prompt in zip(rows, prompts, strict=True)]
     for row, prompt in zip(rows, prompts, strict=True):
         prefill.pool.acquire(row, SamplingParams(), seed=0, max_frames=1, position=len(prompt) - 1)
         prefill.kv.reserve(row, len(prompt) - 1)
@@ -92,14 +92,14 @@ def test_how_a_prompt_is_cut_depends_on_its_length_alone():
     prompt = torch.arange(1100)[:, None].expand(-1, 13)
     for length in (1, 2, 512, 513, 514, 1024, 1025, 1026, 1100):
         pieces = cut(3, prompt[:length])
-        assert [piece.start for piece in pieces] == list(range(0, max(length - 1, 1), LENGTHS[-1]))
+        assert [piece.start for piece in pieces] == list(range(0, max(length - 1, 1), PIECE))
         assert torch.equal(torch.cat([piece.ids for piece in pieces]), prompt[: length - 1])
         assert all(piece.last[0] == length - 1 and piece.row == 3 for piece in pieces)
 
 
 @pytest.mark.parametrize("order", [range(ROWS), (7, 2, 0), (1,), (8, 3, 4, 6, 1)])
 def test_keys_values_and_staging_are_those_of_the_eager_backbone(model, prompts, expected, order):
-    """Prompts of 0 to 19 tokens in pieces of at most 8, over pages full of NaN."""
+    """Prompts of 0 to 33 tokens in pieces of at most 16, over pages full of NaN."""
     prefill = make(model)
     run(prefill, [prompts[index] for index in order], range(len(order)))
     for row, index in enumerate(order):
@@ -115,9 +115,9 @@ def test_nothing_else_is_written(model, prompts):
     pool, kv = prefill.pool, prefill.kv
     kv.key_pages[:, :-1], kv.value_pages[:, :-1], pool.staging[:-1] = 1.0, 2.0, 3.0
     run(prefill, prompts[:1] + prompts[3:4], [0, 1])
-    tokens = {0: 19, 1: 8}
+    tokens = {0: 33, 1: 17}
     for row, count in tokens.items():
-        for part in stored(kv, row, 20 if row == 0 else 8):
+        for part in stored(kv, row, 36 if row == 0 else 20):
             part[:, :, :count] = torch.nan
     for store, fill in ((kv.key_pages, 1.0), (kv.value_pages, 2.0)):
         held = [page for row in tokens for page in kv.pages_of(row)]
@@ -139,11 +139,10 @@ def test_warming_up_and_capturing_write_nothing(model):
         assert torch.equal(tensor.nan_to_num(7), held.nan_to_num(7))
 
 
-def test_passes_hold_prompts_of_like_length(model, prompts):
-    """Pieces of 8+8+3, 0, 2, 8, 7, 8+3, 1, 8+8, 4 tokens; at most 16 a pass, padding included."""
+def test_passes_hold_as_many_prompts_as_fit(model, prompts):
+    """Pieces of 16+16+1, 0, 2, 16+1, 16, 16+4, 1, 16+16, 4 tokens; at most three tiles and four prompts a pass."""
     shapes = run(make(model), prompts, range(ROWS))
-    assert shapes[:4] == [(2, 8, 0), (1, 8, 8), (1, 4, 16), (4, 4, 0)]
-    assert shapes[4:] == [(2, 8, 0), (1, 4, 8), (1, 8, 0), (1, 8, 8)]
+    assert shapes == [(48,), (48,), (48,), (48,), (16,)]
 
 
 def test_bfloat16_keys_do_not_depend_on_the_pass():
@@ -166,7 +165,7 @@ def test_keys_on_the_gpu_do_not_depend_on_the_pass():
     prompts = random_prompts(model, [151, 150, 140, 130, 151, 121, 133, 151])
     results = []
     for count in (1, 2, 4, 8):
-        prefill = make(model, page_size=64, lengths=(160,), rows=(1, 2, 4, 8), max_tokens=1280, graphs=False)
+        prefill = make(model, page_size=64, piece=512, prompts=8, tokens=(160, 320, 640), max_tokens=1280, graphs=False)
         run(prefill, prompts[:count], range(count))
         results.append(torch.stack(stored(prefill.kv, 0, 150)))
     assert results[0].isfinite().all() and all(torch.equal(result, results[0]) for result in results)

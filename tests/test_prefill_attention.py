@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from moss_kernels.prefill_attention import prefill_attention, prefill_attention_reference, triton_kernel
+from moss_kernels.prefill_attention import TILE, prefill_attention, prefill_attention_reference, triton_kernel
 from moss_kernels.testing.backbone import PagedInputs
 from moss_kernels.testing.compare import require_equal
 
-# Tokens of each prompt; None is padding. Of one, around pages and tiles, and all of a pass.
+# Tokens of each prompt, around pages and tiles; None is a tile of padding.
 COUNTS = (17, None, 1, 40, 15, 0, 33, 16)
-LENGTH = 40
 STARTS = (0, 21)
 NAMES = [argument.name for argument in torch.ops.moss.prefill_attention.default._schema.arguments]
 # Key heads, query heads for each, head_dim and page size: pages larger and smaller than a tile, and of odd sizes.
@@ -20,7 +19,6 @@ def make_inputs(
     counts=COUNTS,
     *,
     start=0,
-    length=LENGTH,
     kv_heads=2,
     group=3,
     head_dim=16,
@@ -32,26 +30,31 @@ def make_inputs(
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
     held = [(None if count is None else start + count, count is not None) for count in counts]
     pages = PagedInputs.make(held, **sizes, dtype=dtype, device=device)
-    counts = torch.tensor([count or 0 for count in counts], dtype=torch.int32, device=device)
-    q = torch.randn(len(counts), length, kv_heads * group * head_dim, device=device)
-    q[torch.arange(length, device=device) >= counts[:, None]] = torch.nan
+    tiles = [
+        (row, start + first if count else 0, min(TILE, count - first))
+        for row, count in zip(pages.row_map.tolist(), (count or 0 for count in counts), strict=True)
+        for first in range(0, max(count, 1), TILE)
+    ]
+    tables, tiles = torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 3).split([1, 2], 1)
+    q = torch.randn(len(tiles), TILE, kv_heads * group * head_dim, device=device)
+    q[torch.arange(TILE, device=device) >= tiles[:, 1:]] = torch.nan
     q = q.flatten(0, 1).to(dtype)
-    tables = pages.page_table[pages.row_map.long()]
-    return [q, pages.key_pages[0], pages.value_pages[0], tables, counts, start, torch.full_like(q, torch.nan)]
+    tables, tiles = pages.page_table[tables[:, 0].long()], tiles.contiguous()
+    return [q, pages.key_pages[0], pages.value_pages[0], tables, tiles, torch.full_like(q, torch.nan)]
 
 
-def exact_attention(q, key_pages, value_pages, page_tables, counts, start, out):
-    """[B*L, Hq*D] float64: query by query, over the keys that it sees."""
+def exact_attention(q, key_pages, value_pages, page_tables, tiles, out):
+    """[M, Hq*D] float64: query by query, over the keys that it sees."""
     heads, _, head_dim = key_pages.shape[1:]
     q, key_pages, value_pages = (tensor.cpu().double() for tensor in (q, key_pages, value_pages))
     result = torch.zeros(q.shape, dtype=torch.float64)
-    length = len(q) // len(counts)
-    for prompt, (table, count) in enumerate(zip(page_tables.cpu().long(), counts.tolist(), strict=True)):
-        keys, values = (store[table].transpose(1, 2).flatten(0, 1) for store in (key_pages, value_pages))
+    for tile, (first, count) in enumerate(tiles.tolist()):
+        pages = page_tables[tile].cpu().long()
+        keys, values = (store[pages].transpose(1, 2).flatten(0, 1) for store in (key_pages, value_pages))
         for step in range(count):
-            row, seen = prompt * length + step, start + step + 1
-            scores = torch.einsum("hgd,nhd->hgn", q[row].view(heads, -1, head_dim), keys[:seen]) / head_dim**0.5
-            result[row] = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values[:seen]).flatten()
+            query, seen = tile * TILE + step, first + step + 1
+            scores = torch.einsum("hgd,nhd->hgn", q[query].view(heads, -1, head_dim), keys[:seen]) / head_dim**0.5
+            result[query] = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values[:seen]).flatten()
     return result
 
 
@@ -61,25 +64,25 @@ def error(out, exact):
 
 
 def require_exact(run, arguments, **options):
-    """float32: the output follows float64, and is 0 beyond each prompt."""
+    """float32: the output follows float64, and is 0 beyond each tile's queries."""
     run(*arguments, **options)
-    *_, counts, _, out = arguments
+    *_, tiles, out = arguments
     assert error(out, exact_attention(*arguments)) < 5e-6
-    padding = torch.arange(len(out) // len(counts)) >= counts.cpu()[:, None]
+    padding = torch.arange(TILE) >= tiles[:, 1:].cpu()
     assert (out.cpu()[padding.flatten()] == 0).all()
 
 
 def require_each_alone(run, arguments, **options):
-    """A prompt by itself, and with its neighbours in another order, has the bits that it has among all."""
-    q, keys, values, tables, counts, start, out = arguments
+    """A tile by itself, and with its neighbours in another order, has the bits that it has among all."""
+    q, keys, values, tables, tiles, out = arguments
     run(*arguments, **options)
-    together = out.view(len(counts), -1, q.shape[1])
-    orders = [[prompt] for prompt in range(len(counts))] + [list(reversed(range(len(counts)))), [3, 0, 6]]
+    together = out.view(len(tiles), TILE, -1)
+    orders = [[tile] for tile in range(len(tiles))] + [list(reversed(range(len(tiles)))), [3, 0, 6]]
     for order in orders:
         queries = q.view(together.shape)[order].flatten(0, 1)
         part = torch.full_like(queries, torch.nan)
-        run(queries, keys, values, tables[order], counts[order], start, part, **options)
-        require_equal(f"prompts {order}", part, together[order].flatten(0, 1))
+        run(queries, keys, values, tables[order], tiles[order], part, **options)
+        require_equal(f"tiles {order}", part, together[order].flatten(0, 1))
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -103,24 +106,24 @@ def test_triton_in_the_interpreter(kv_heads, group, head_dim, page_size, start):
 @pytest.mark.parametrize("page_size", [64, 16])
 def test_tiles_of_bf16_in_the_interpreter(page_size):
     """The tile sizes that bfloat16 uses, on float32: the interpreter has no bfloat16 products."""
-    arguments = make_inputs((150, 1, 65, None, 160), start=7, length=160, group=4, page_size=page_size)
+    arguments = make_inputs((150, 1, 65, None, 160), start=7, group=4, page_size=page_size)
     require_exact(triton_kernel.prefill_attention_triton, arguments, config=triton_kernel.CONFIGS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_prompt_does_not_depend_on_the_others(start):
+def test_a_tile_does_not_depend_on_the_others(start):
     require_each_alone(prefill_attention, make_inputs(start=start))
 
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_prompt_does_not_depend_on_the_others_in_the_interpreter():
+def test_a_tile_does_not_depend_on_the_others_in_the_interpreter():
     require_each_alone(triton_kernel.prefill_attention_triton, make_inputs(start=21))
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 4), ()])
 def test_opcheck(counts):
-    arguments = [x.nan_to_num() if torch.is_tensor(x) else x for x in make_inputs(counts, length=4)]
+    arguments = [x.nan_to_num() if torch.is_tensor(x) else x for x in make_inputs(counts)]
     torch.library.opcheck(torch.ops.moss.prefill_attention.default, tuple(arguments))
 
 
@@ -132,20 +135,20 @@ def _wrong(name, error, message, value):
     ("name", "error", "message", "value"),
     [
         _wrong("q", TypeError, "float32 or bfloat16, got float16", lambda x: x.half()),
-        _wrong("q", ValueError, "multiple of B = 8 rows, got 319", lambda x: x[1:]),
+        _wrong("q", ValueError, r"16\*T = 208 rows, got 207", lambda x: x[1:]),
         _wrong("q", ValueError, r"multiple of H\*D = 32 columns, got 95", lambda x: x[:, 1:].contiguous()),
         _wrong("key_pages", TypeError, "float32, got bfloat16", lambda x: x.bfloat16()),
         _wrong("value_pages", ValueError, "contiguous", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
         _wrong("page_tables", TypeError, "int32, got int64", lambda x: x.long()),
-        _wrong("counts", ValueError, r"\[B\] with B = 8, got \(7,\)", lambda x: x[1:]),
-        _wrong("start", ValueError, "at least 0, got -1", lambda x: -1),
-        _wrong("out", ValueError, r"B\*L = 320, Hq\*D = 96, got \(319, 96\)", lambda x: x[1:]),
+        _wrong("tiles", ValueError, r"\[T, 2\] with T = 13, got \(13, 1\)", lambda x: x[:, 1:]),
+        _wrong("tiles", TypeError, "int32, got int64", lambda x: x.long()),
+        _wrong("out", ValueError, r"M = 208, Hq\*D = 96, got \(207, 96\)", lambda x: x[1:]),
     ],
 )
 def test_wrong_argument_is_named(name, error, message, value):
     arguments = dict(zip(NAMES, make_inputs(), strict=True))
     arguments[name] = value(arguments[name])
-    if name == "q" and "multiple" in message:
+    if name == "q" and "got float16" not in message:
         arguments["out"] = value(arguments["out"])
     with pytest.raises(error, match=rf"`prefill_attention`: `{name}` must .*{message}"):
         prefill_attention(**arguments)
@@ -180,7 +183,7 @@ def test_triton_on_the_gpu(kv_heads, group, head_dim, page_size, start):
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page_size"), [*SIZES, (8, 4, 128, 64), (2, 4, 128, 48)])
 def test_bf16_errs_at_most_twice_as_much_as_the_reference(kv_heads, group, head_dim, page_size, start):
     sizes = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
-    arguments = make_inputs(LONG, start=start, length=160, **sizes, dtype=torch.bfloat16, device="cuda")
+    arguments = make_inputs(LONG, start=start, **sizes, dtype=torch.bfloat16, device="cuda")
     out = arguments[-1]
     exact = exact_attention(*arguments)
     prefill_attention_reference(*arguments)
@@ -194,26 +197,26 @@ def test_bf16_errs_at_most_twice_as_much_as_the_reference(kv_heads, group, head_
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 512])
-def test_a_prompt_does_not_depend_on_the_others_on_the_gpu(dtype, start):
-    arguments = make_inputs(LONG, start=start, length=160, **FULL, dtype=dtype, device="cuda")
+def test_a_tile_does_not_depend_on_the_others_on_the_gpu(dtype, start):
+    arguments = make_inputs(LONG, start=start, **FULL, dtype=dtype, device="cuda")
     require_each_alone(triton_kernel.prefill_attention_triton, arguments)
 
 
 @pytest.mark.gpu
 def test_replays_equal_eager():
-    """A graph reads counts, tables and queries anew in each replay."""
-    arguments = make_inputs(LONG, length=160, **FULL, dtype=torch.bfloat16, device="cuda")
-    q, _, _, tables, counts, _, out = arguments
+    """A graph reads tiles, tables and queries anew in each replay."""
+    arguments = make_inputs(LONG, **FULL, dtype=torch.bfloat16, device="cuda")
+    q, _, _, tables, tiles, out = arguments
     prefill_attention(*arguments)
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         prefill_attention(*arguments)
-    held = [tensor.clone() for tensor in (q, tables, counts)]
-    counts.zero_()
+    held = [tensor.clone() for tensor in (q, tables, tiles)]
+    tiles.zero_()
     graph.replay()
     assert (out == 0).all()
-    for tensor, value in zip((q, tables, counts), held, strict=True):
+    for tensor, value in zip((q, tables, tiles), held, strict=True):
         tensor.copy_(value)
     graph.replay()
     require_equal("out", out, expected)

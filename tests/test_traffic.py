@@ -61,10 +61,10 @@ def test_attention_reads_the_tokens_that_rows_hold():
 
 
 def test_attention_of_prompts_reads_each_key_once():
-    q, pages, tables = torch.ones(3 * 4, 4 * 16), torch.ones(9, 2, 8, 16), torch.arange(9, dtype=torch.int32)
-    counts = torch.tensor([4, 0, 1], dtype=torch.int32)
-    arguments = (q, pages, pages, tables.view(3, 3), counts, 10, torch.empty_like(q))
-    expected = 2 * q.nbytes + (14 + 11) * 2 * 2 * 16 * 4
+    q, pages, table = torch.ones(4 * 16, 4 * 16), torch.ones(12, 2, 16, 16), torch.arange(9, dtype=torch.int32)
+    tiles = torch.tensor([(10, 16), (26, 4), (10, 1), (0, 0)], dtype=torch.int32)
+    arguments = (q, pages, pages, table.view(3, 3)[[0, 0, 2, 1]], tiles, torch.empty_like(q))
+    expected = 2 * q.nbytes + (30 + 11) * 2 * 2 * 16 * 4
     assert noted(lambda: prefill_attention(*arguments)) == {"moss::prefill_attention": expected}
 
 

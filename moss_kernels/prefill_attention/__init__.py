@@ -4,9 +4,9 @@ import torch
 
 from moss_kernels import _checks, _library
 
-from .reference import prefill_attention_reference
+from .reference import TILE, prefill_attention_reference
 
-__all__ = ["prefill_attention", "prefill_attention_reference"]
+__all__ = ["TILE", "prefill_attention", "prefill_attention_reference"]
 
 _OP = "prefill_attention"
 
@@ -16,30 +16,27 @@ def _check(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_tables: torch.Tensor,
-    counts: torch.Tensor,
-    start: int,
+    tiles: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     sizes: dict[str, int] = {}
     for name, tensor, layout, dtypes in (
-        ("q", q, "[B*L, Hq*D]", (torch.float32, torch.bfloat16)),
+        ("q", q, "[M, Hq*D]", (torch.float32, torch.bfloat16)),
         ("key_pages", key_pages, "[P+1, H, Z, D]", (q.dtype,)),
         ("value_pages", value_pages, "[P+1, H, Z, D]", (q.dtype,)),
-        ("page_tables", page_tables, "[B, N]", (torch.int32,)),
-        ("counts", counts, "[B]", (torch.int32,)),
-        ("out", out, "[B*L, Hq*D]", (q.dtype,)),
+        ("page_tables", page_tables, "[T, N]", (torch.int32,)),
+        ("tiles", tiles, "[T, 2]", (torch.int32,)),
+        ("out", out, "[M, Hq*D]", (q.dtype,)),
     ):
         _checks.require_shape(_OP, name, tensor, layout, sizes)
         _checks.require_dtype(_OP, name, tensor, *dtypes)
         _checks.require_device(_OP, name, tensor, q.device)
         _checks.require_contiguous(_OP, name, tensor)
-    rows, batch, width = sizes["B*L"], sizes["B"], sizes["H"] * sizes["D"]
-    if rows % batch if batch else rows:
-        raise ValueError(f"`{_OP}`: `q` must have a multiple of B = {batch} rows, got {rows}")
+    width = sizes["H"] * sizes["D"]
+    if sizes["M"] != TILE * sizes["T"]:
+        raise ValueError(f"`{_OP}`: `q` must have {TILE}*T = {TILE * sizes['T']} rows, got {sizes['M']}")
     if width == 0 or sizes["Hq*D"] == 0 or sizes["Hq*D"] % width:
         raise ValueError(f"`{_OP}`: `q` must have a multiple of H*D = {width} columns, got {sizes['Hq*D']}")
-    if start < 0:
-        raise ValueError(f"`{_OP}`: `start` must be at least 0, got {start}")
 
 
 def _run_cpu(*arguments: object) -> None:
@@ -57,7 +54,7 @@ def _run_cuda(*arguments: object) -> None:
 
 
 _library.OPS.define(
-    "prefill_attention(Tensor q, Tensor key_pages, Tensor value_pages, Tensor page_tables, Tensor counts, int start, "
+    "prefill_attention(Tensor q, Tensor key_pages, Tensor value_pages, Tensor page_tables, Tensor tiles, "
     "Tensor(a!) out) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
@@ -70,32 +67,31 @@ def prefill_attention(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_tables: torch.Tensor,
-    counts: torch.Tensor,
-    start: int,
+    tiles: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Causal attention of B prompts' tokens over their pages, after `kv_append` has stored those tokens as well.
+    """Causal attention of prompts' tokens over their pages, after `kv_append` has stored those tokens as well.
 
-    Token t of a prompt's L is at position start + t and sees the keys 0 .. start + t. Query head h reads key head
-    h // (Hq / H). Scores, softmax and the weighted sum accumulate in float32. A prompt's result is bitwise the same
-    whatever the other prompts are, and however many. Queries beyond a prompt's tokens, places beyond them in its pages
-    and all other pages may hold anything, NaN included.
+    Queries come in tiles of `TILE` consecutive positions of one prompt. The query at position p sees the keys 0 .. p.
+    Query head h reads key head h // (Hq / H). Scores, softmax and the weighted sum accumulate in float32. A tile's
+    result is bitwise the same whatever the other tiles are, and however many. Queries beyond a tile's number, places
+    beyond them in the pages and all other pages may hold anything, NaN included.
 
     Args:
-        q: [B*L, Hq*D] float32 or bfloat16. Rotated queries, prompt after prompt, each padded to L tokens.
+        q: [M, Hq*D] float32 or bfloat16, M = TILE * T. Rotated queries, tile after tile.
         key_pages: [P+1, H, Z, D], the dtype of `q`. Pages of Z tokens of one layer.
         value_pages: [P+1, H, Z, D], likewise.
-        page_tables: [B, N] int32, 0 .. P (not checked). Token t of prompt b lies in page `page_tables[b, t // Z]` at
-            place t % Z.
-        counts: [B] int32, 0 .. L (not checked). Tokens of each prompt; start + counts[b] is at most N*Z.
-        start: tokens of each prompt that came before.
-        out: [B*L, Hq*D], the dtype of `q`, written; 0 beyond a prompt's tokens.
+        page_tables: [T, N] int32, 0 .. P (not checked). Token t of the prompt of a tile lies in page
+            `page_tables[tile, t // Z]` at place t % Z.
+        tiles: [T, 2] int32 (not checked). Position of the first query, and number of queries, 0 .. TILE. The last
+            query's position is below N*Z.
+        out: [M, Hq*D], the dtype of `q`, written; 0 beyond a tile's number.
 
     Raises:
-        ValueError: A shape, layout, device or `start` is wrong; the message names the argument.
+        ValueError: A shape, layout or device is wrong; the message names the argument.
         TypeError: A dtype is wrong.
         NotImplementedError: MOSS_BACKEND names an implementation that does not work here, or the kernel lacks this D.
 
     Graph-safe: yes.
     """
-    torch.ops.moss.prefill_attention(q, key_pages, value_pages, page_tables, counts, start, out)
+    torch.ops.moss.prefill_attention(q, key_pages, value_pages, page_tables, tiles, out)

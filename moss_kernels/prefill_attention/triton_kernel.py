@@ -1,4 +1,4 @@
-"""`prefill_attention` in Triton: one program per (key head, prompt, tile of queries), which loops over tiles of keys.
+"""`prefill_attention` in Triton: one program per key head and (part of a) tile of queries, which loops over the keys.
 
 A row of a tile is a query head of a position: the query heads of a key head share its keys.
 """
@@ -11,12 +11,17 @@ import triton.language as tl
 
 from moss_kernels.ring_attention.triton_kernel import attend
 
+from .reference import TILE
+
 HEAD_DIMS = (16, 32, 64, 128)
+# Rows of the smallest product on tensor cores.
+_FEWEST_ROWS = 16
 
 # The start of the running maximum: finite, so that a difference of two is never NaN.
 _LOWEST = tl.constexpr(-3.0e38)
-# One compiled kernel serves all lengths.
-_NOT_SPECIALIZED = ("length", "start", "table_pages")
+# One compiled kernel serves passes of all lengths.
+_NOT_SPECIALIZED = ("tokens", "table_pages")
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -36,39 +41,40 @@ def prefill_attention_kernel(
     key_ptr,
     value_ptr,
     page_tables_ptr,
-    counts_ptr,
+    tiles_ptr,
     out_ptr,
     scale,
-    length,
-    start,
+    tokens,
     table_pages,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    POSITIONS: tl.constexpr = BLOCK_ROWS // GROUP
     kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    # Tiles with the most keys begin first.
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * POSITIONS
+    # The last positions of a prompt, with the most keys, begin first.
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * POSITIONS
     member = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    step = tl.where(member < POSITIONS * GROUP, first + member // GROUP, length)
-    within = (step < length)[:, None]
-    # Places of a prompt in 32 bits, of prompts and pages in 64.
-    prompt = row * length * (KV_HEADS * GROUP * HEAD_DIM)
+    step = tl.where(member < POSITIONS * GROUP, member // GROUP, tokens)
+    # No query lies beyond, but of loads without a condition ptxas has a few under way at a time.
+    within = (first + step < tokens)[:, None]
+    # Places of a part in 32 bits, of parts and pages in 64.
+    part = first.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
     places = ((step * KV_HEADS + kv_head) * GROUP + member % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     # Padding is loaded too, so that nothing waits for the count; it is left out at the end.
-    q = tl.load(q_ptr + prompt + places, mask=within, other=0.0)
-    page_tables_ptr += row * table_pages
+    q = tl.load(q_ptr + part + places, mask=within, other=0.0)
+    whole = first // _TILE
+    page_tables_ptr += whole.to(tl.int64) * table_pages
     page = _load_pages(page_tables_ptr, 0, table_pages, PAGE_SIZE, BLOCK_KEYS)
-    count = tl.load(counts_ptr + row)
-    # Keys that the tile's last query sees.
-    end = tl.where(first < count, start + tl.minimum(first + POSITIONS, count), 0)
+    start = tl.load(tiles_ptr + 2 * whole) + first % _TILE
+    count = tl.load(tiles_ptr + 2 * whole + 1) - first % _TILE
+    # Keys that the last query sees.
+    end = tl.where(count > 0, start + tl.minimum(count, POSITIONS), 0)
     position = (start + step)[:, None]
 
     result = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
@@ -86,7 +92,7 @@ def prefill_attention_kernel(
         result, total, highest = attend(q, k, v, key[None, :] <= position, result, total, highest, scale)
 
     result = tl.where((step < count)[:, None], result / total[:, None], 0.0)
-    tl.store(out_ptr + prompt + places, result.to(out_ptr.dtype.element_ty), mask=within)
+    tl.store(out_ptr + part + places, result.to(out_ptr.dtype.element_ty), mask=within)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,8 @@ class Config:
     """Tile sizes and launch options; chosen by dtype alone.
 
     Attributes:
-        rows, keys: of a tile.
+        rows: query heads of positions in a program, at least.
+        keys: of a step.
         warps: of a program.
         stages: of the loop over the keys.
         max_registers: of a thread; None leaves it to the compiler.
@@ -124,8 +131,7 @@ def prefill_attention_triton(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     page_tables: torch.Tensor,
-    counts: torch.Tensor,
-    start: int,
+    tiles: torch.Tensor,
     out: torch.Tensor,
     *,
     config: Config | None = None,
@@ -142,30 +148,37 @@ def prefill_attention_triton(
         )
     if q.shape[0] == 0:
         return
-    batch, table_pages = page_tables.shape
-    length, group = q.shape[0] // batch, q.shape[1] // (kv_heads * head_dim)
+    group = q.shape[1] // (kv_heads * head_dim)
     config = config or CONFIGS[q.dtype]
-    rows = max(config.rows, triton.next_power_of_2(group))
-    prefill_attention_kernel[(kv_heads, batch, triton.cdiv(length, rows // group))](
+    positions, rows = _shape(config, group)
+    prefill_attention_kernel[(kv_heads, q.shape[0] // positions)](
         q,
         key_pages,
         value_pages,
         page_tables,
-        counts,
+        tiles,
         out,
         head_dim**-0.5 * 1.4426950408889634,
-        length,
-        start,
-        table_pages,
+        q.shape[0],
+        page_tables.shape[1],
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
+        POSITIONS=positions,
         BLOCK_ROWS=rows,
         BLOCK_KEYS=config.keys,
         STAGES=config.stages,
         **config.options,
     )
+
+
+def _shape(config: Config, group: int) -> tuple[int, int]:
+    """Positions of a program, which divide a tile, and the rows that hold their query heads."""
+    positions = TILE
+    while positions > 1 and positions * group > config.rows:
+        positions //= 2
+    return positions, max(triton.next_power_of_2(positions * group), _FEWEST_ROWS)
 
 
 def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, object]]]:
@@ -175,10 +188,11 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
         config = CONFIGS[dtype]
         for page_size in (64, 16):
             signature = {f"{tensor}_ptr": f"*{name}" for tensor in ("q", "key", "value", "out")}
-            signature |= {"page_tables_ptr": "*i32", "counts_ptr": "*i32", "scale": "fp32"}
+            signature |= {"page_tables_ptr": "*i32", "tiles_ptr": "*i32", "scale": "fp32"}
             signature |= dict.fromkeys(_NOT_SPECIALIZED, "i32")
             constexprs = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": page_size}
-            constexprs |= {"BLOCK_ROWS": config.rows, "BLOCK_KEYS": config.keys, "STAGES": config.stages}
+            constexprs |= dict(zip(("POSITIONS", "BLOCK_ROWS"), _shape(config, 4), strict=True))
+            constexprs |= {"BLOCK_KEYS": config.keys, "STAGES": config.stages}
             signature = {name: signature.get(name, "constexpr") for name in prefill_attention_kernel.arg_names}
             specs.append((prefill_attention_kernel, signature, constexprs, config.options))
     return specs

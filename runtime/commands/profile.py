@@ -23,7 +23,7 @@ from moss_runtime.errors import UserError
 from moss_runtime.files import replacing
 from moss_runtime.graphs import CodecChunk
 from moss_runtime.graphs.capture import BUCKETS, GraphSet
-from moss_runtime.graphs.prefill import LENGTHS, cut
+from moss_runtime.graphs.prefill import PIECE, cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.hub import checkpoint_directory, codec_directory
 from moss_runtime.model.codec import Codec
@@ -209,8 +209,8 @@ def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
 @contextlib.contextmanager
 def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """Prompts of `--tokens` rows, all at once."""
-    if not 1 < args.tokens <= LENGTHS[-1]:
-        raise UserError(f"--tokens must be in 2..{LENGTHS[-1]} here, got {args.tokens}")
+    if not 1 < args.tokens <= PIECE:
+        raise UserError(f"--tokens must be in 2..{PIECE} here, got {args.tokens}")
     model = _model(args, device, dtype)
     runtime = Runtime(model, rows=args.rows, max_tokens=args.tokens, max_frames=1)
     prefill = runtime.prefill
@@ -219,7 +219,7 @@ def _prefill(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
             runtime.kv.reserve(row, args.tokens)
         prefill.warm_up()
     prompts = random_prompts(model, [args.tokens] * args.rows)
-    pieces = [cut(row, prompt, prefill.lengths)[0] for row, prompt in enumerate(prompts)]
+    pieces = [cut(row, prompt, prefill.piece)[0] for row, prompt in enumerate(prompts)]
 
     def one_pass() -> None:
         waiting = pieces

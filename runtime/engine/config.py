@@ -9,7 +9,7 @@ from typing import Any
 from moss_runtime.errors import UserError
 from moss_runtime.graphs.capture import BUCKETS
 from moss_runtime.graphs.codec_chunk import FRAMES
-from moss_runtime.graphs.prefill import ROWS as PREFILL_ROWS
+from moss_runtime.graphs.prefill import PROMPTS
 
 _MODES = Path(__file__).parents[1] / "assets" / "engine_modes.toml"
 SLOT_POLICIES = ("queue", "offline", "reject")
@@ -104,7 +104,7 @@ class EngineConfig:
             _check(field.name, field.type, getattr(self, field.name))
         limits = {
             "rows": BUCKETS[-1],
-            "prefill_batch": PREFILL_ROWS[-1],
+            "prefill_batch": PROMPTS,
             "codec_calls": _MOST_CALLS,
         }
         for name, most in limits.items():

@@ -13,7 +13,7 @@ from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
 from moss_runtime.graphs.frame import FrameGraph
 from moss_runtime.graphs.launcher import Launcher
-from moss_runtime.graphs.prefill import MAX_TOKENS, ROWS, Prefill, cut
+from moss_runtime.graphs.prefill import MAX_TOKENS, PROMPTS, Prefill, cut
 from moss_runtime.graphs.requests import Flights, FrameDelta, Request
 from moss_runtime.model.codec import Codec
 from moss_runtime.model.tts import MossTTS
@@ -101,7 +101,7 @@ class Runtime:
         parts = model, step, self.pool, self.kv
         frames = {"buckets": buckets, "frames": (frames_per_launch,)}
         self.frame = FrameGraph(*parts, **frames, timer=timer, **graph_options)
-        passes = {"rows": [count for count in ROWS if count <= largest], "max_tokens": prefill_tokens}
+        passes = {"prompts": min(PROMPTS, rows), "max_tokens": prefill_tokens}
         self.prefill = Prefill(*parts, **passes, **graph_options)
         self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks, metrics=metrics)
         if metrics is not None:
@@ -182,7 +182,7 @@ class Runtime:
             except BaseException:
                 self.pool.abort(lease)
                 raise
-        pieces = deque(cut(lease.row, prompt, self.prefill.lengths))
+        pieces = deque(cut(lease.row, prompt, self.prefill.piece))
         self._requests[request_id] = Request(lease, tokens, limit, params.seed, pieces)
         return lease
 

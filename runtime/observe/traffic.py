@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,8 +44,11 @@ def _paged_attention(
     return _all(qkv, out) + int(tokens) * _token(key_pages)
 
 
-def _prefill_attention(q, key_pages, value_pages, page_tables, counts, start, out) -> int:
-    tokens = (counts + start)[counts > 0].sum()
+def _prefill_attention(q, key_pages, value_pages, page_tables, tiles, out) -> int:
+    first, count = tiles.unbind(1)
+    # Tiles of a prompt have the same pages, and the last one sees all of its keys.
+    ends = torch.where(count > 0, first + count, 0)
+    tokens = ends.new_zeros(len(key_pages)).scatter_reduce(0, page_tables[:, 0].long(), ends, "amax").sum()
     return _all(q, out) + int(tokens) * _token(key_pages)
 
 

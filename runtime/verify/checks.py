@@ -135,7 +135,7 @@ def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Result
         lease = pool.acquire(index, params, seed=params.seed, max_frames=1, position=len(prompt) - 1)
         leases.append(lease)
         kv.reserve(lease.row, len(prompt))
-        for piece in cut(lease.row, prompt, prefill.lengths):
+        for piece in cut(lease.row, prompt, prefill.piece):
             prefill.run([piece])
     frame.launch([lease.row for lease in leases])
     hidden = frame.step.buffers.normed[: len(leases)].clone()
