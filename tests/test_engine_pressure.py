@@ -198,6 +198,13 @@ def test_reading_wakes_the_engine_only_if_it_waits_for_that(engine, monkeypatch)
     assert woken[0] == 1 and woken[-1] < FRAMES
 
 
+def test_launches_that_outlive_their_requests_are_read(engine):
+    """Unread ones would keep the engine from sleeping."""
+    engine.runtime._flights.add([], torch.zeros(3, 1, dtype=torch.int32))
+    engine._wake()
+    wait_until(lambda: not engine.runtime.in_flight)
+
+
 def test_waiting_for_the_result_lets_a_request_go_on(engine):
     handle = engine.submit(request(1))
     settled(engine)

@@ -212,9 +212,10 @@ class Scheduler:
 
     def _make_frames(self) -> bool:
         """Enqueue the next launch, and take what earlier ones have made."""
-        if all(job.reason is not None for job in self.live.values()):
-            return False
         in_flight = self._runtime.in_flight
+        # A launch may outlive its requests, and must be read all the same: the engine does not sleep before that.
+        if not in_flight and all(job.reason is not None for job in self.live.values()):
+            return False
         try:
             deltas = self._runtime.step()
         except Exception as error:
