@@ -103,12 +103,15 @@ def test_graphs_give_the_codes_of_a_clip_alone(size, rows, passes):
 
 @pytest.mark.gpu
 def test_bfloat16_codes_are_as_close_to_float32_as_those_of_the_eager_encoder():
+    """In the mean of some clips: from one code that differs on, those of its frame differ, so single clips vary."""
     config = codec_config("full")
-    clip = torch.rand(2, 40 * config.samples_per_frame, generator=torch.Generator().manual_seed(5)) - 0.5
-    exact = random_codec(config, device="cuda", encoder=True).encode([clip])[0].cpu()
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.rand(2, 40 * config.samples_per_frame, generator=generator) - 0.5 for _ in range(10)]
+    exact = random_codec(config, device="cuda", encoder=True).encode(given)
     codec = random_codec(config, device="cuda", dtype=torch.bfloat16, encoder=True)
-    eager, new = codec.encode([clip])[0].cpu(), ClipEncoder(codec, 1)([clip])[0]
-    eager_share, share = ((codes == exact).float().mean().item() for codes in (eager, new))
-    assert share > max(eager_share - 0.05, 0.2), (
-        f"{share:.3f} of the codes are those of float32, eager {eager_share:.3f}"
-    )
+    encoded = {"eager": codec.encode(given), "new": ClipEncoder(codec, 1)(given)}
+    share = {
+        name: torch.stack([(a.cpu() == b.cpu()).float().mean() for a, b in zip(codes, exact, strict=True)]).mean()
+        for name, codes in encoded.items()
+    }
+    assert share["new"] > max(share["eager"] - 0.05, 0.2), share

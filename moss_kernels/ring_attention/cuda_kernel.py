@@ -10,8 +10,6 @@ from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
 HEAD_DIM = 64
-# Heads of all rows beyond which one tile of queries is worth a block of the kernel for long chunks.
-_MANY_HEADS = 500
 # Of chunks that clusters share: blocks that run at once, those of a cluster, and keys that a block sees.
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
 _DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
@@ -48,7 +46,7 @@ class RingAttentionParams(ctypes.Structure):
 def takes(qkv: torch.Tensor, ring_k: torch.Tensor, window: int, chunk_in_ring: bool) -> bool:
     """Whether there is a kernel for these sizes and dtypes, and for 33 to 64 tokens whether it is the faster one."""
     batch, tokens, heads = *qkv.shape[:2], ring_k.shape[1]
-    faster = tokens <= 32 or tokens > 64 or batch * heads > _MANY_HEADS or _takes_clusters(batch, tokens, heads, window)
+    faster = tokens <= 32 or tokens > 64 or _takes_clusters(batch, tokens, heads, window)
     return faster and ring_k.shape[3] == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
 
 
