@@ -89,6 +89,10 @@ struct Inputs<float> {
 template <int COLUMNS, int BATCH>
 constexpr bool kInShared = COLUMNS * BATCH > 10;
 
+// Vectors of dynamic shared memory: those weights, and behind them what the blocks of a cluster send each other.
+template <int COLUMNS, int BATCH>
+constexpr int kWeightVectors = kInShared<COLUMNS, BATCH> ? BATCH * COLUMNS * kThreads : 0;
+
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 // SLICES: of the inputs, one for each block of a cluster; a block then finishes every SLICES-th row.
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X, int SLICES>
@@ -103,8 +107,11 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   extern __shared__ uint4 own_weights[];  // [BATCH][COLUMNS][kThreads]
   __shared__ float2 partial[kPairs][kWarps][16][kPitch / 2];
   __shared__ Moments moments_of[NORM ? kWarps : 1][NORM ? ROWS * kTile : 1];
-  __shared__ float2 sums_of[SLICES][kPairs][16][kOutputs / 2];  // of the rows that this block finishes
   static_assert(SLICES == 1 || !NORM);
+  static_assert(sizeof(partial) + sizeof(moments_of) <= 48 << 10);  // CUDA 12 has no room for more that is not dynamic
+  // Of the rows that this block finishes, from each block of the cluster.
+  using Sums = float2[kPairs][16][kOutputs / 2];
+  Sums* const sums_of = reinterpret_cast<Sums*>(own_weights + kWeightVectors<COLUMNS, BATCH>);
 
   const int rows = params.rows, outputs = params.outputs, inputs = params.inputs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
@@ -285,8 +292,8 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
 template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X, int SLICES = 1>
 MossStatus launch_rows(const CodecLinearParams& params) {
   auto* kernel = codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X, SLICES>;
-  constexpr int kOutputs = COLUMNS * kTile;
-  constexpr int kBytes = kInShared<COLUMNS, BATCH> ? BATCH * COLUMNS * kThreads * static_cast<int>(sizeof(uint4)) : 0;
+  constexpr int kOutputs = COLUMNS * kTile, kSums = SLICES > 1 ? SLICES * ((ROWS + 1) / 2) * 16 * kOutputs : 0;
+  constexpr int kBytes = kWeightVectors<COLUMNS, BATCH> * sizeof(uint4) + kSums * sizeof(float);
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
