@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moss_kernels import _launch
+from moss_kernels.chunk_prologue import triton_kernel as chunk_prologue
 
 OPS = (
     "backbone_linear",
@@ -66,6 +67,21 @@ def test_nothing_is_touched_before_the_wait(name):
         if name in TRIGGER_AFTER_WAIT:
             assert "launch_dependents" in ptx.split("griddepcontrol.wait")[1], constexprs
             assert "launch_dependents" not in ptx.split("griddepcontrol.wait")[0], constexprs
+
+
+def test_the_start_of_a_chunk_is_no_part_of_it():
+    """`ring_attention` of settled inputs relies on that: it reads ahead of its wait what this kernel writes."""
+    for kernel, signature, constexprs, options in chunk_prologue.compile_specs():
+        source = ASTSource(kernel, signature, constexprs)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert "griddepcontrol" not in ptx
+    codes, table, slots = torch.zeros(1, 2, 3, dtype=torch.int16), torch.zeros(3, 4, 8), torch.zeros(1).int()
+    offsets, rates = torch.zeros(1, 2).long(), torch.ones(1).int()
+    written = torch.empty(1, 2, 8), torch.empty(1, 1).int(), torch.empty(2, 8, 2)
+    with mock.patch.object(chunk_prologue, "chunk_prologue_kernel") as kernel:
+        chunk_prologue.chunk_prologue_triton(codes, table, slots, slots, offsets, rates, torch.ones(8), *written)
+    (launch,) = kernel.__getitem__.return_value.call_args_list
+    assert not launch.kwargs.get("launch_pdl")
 
 
 def test_an_early_access_is_seen():
