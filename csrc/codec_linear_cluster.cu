@@ -1,4 +1,4 @@
-// moss_codec_linear for a few dozen rows up to two thousand, without a norm. Where tiles of the output would be too few
+// moss_codec_linear for a few dozen rows up to 1,500, without a norm. Where tiles of the output would be too few
 // to keep the multiprocessors busy, the blocks of a cluster take a slice of the inputs each, and each finishes some
 // rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for the one ahead
 // of it; with small tiles two blocks fit on a multiprocessor, so that those of the next kernel can start.
