@@ -195,6 +195,8 @@ MossStatus check(const RingAttentionParams& params) {
   if (status == MOSS_OK) status = check_range(kOp, "capacity", params.capacity, 1, kMaxCapacity);
   if (status == MOSS_OK) status = check_range(kOp, "window", params.window, 1, params.capacity);
   if (status == MOSS_OK) status = check_at_least(kOp, "ring_slots", params.ring_slots, 1);
+  if (status == MOSS_OK)
+    status = check_range(kOp, "dependent_launch", params.dependent_launch, 0, MOSS_DEPENDENT_EARLY);
   const struct {
     const char* name;
     const void* pointer;

@@ -130,6 +130,7 @@ void test_ring_attention() {
   refused("`capacity`", [](auto& spoiled) { spoiled.capacity = INT32_MAX; });
   refused("`window` must be 1 .. 16, got 17", [](auto& spoiled) { spoiled.window = 17; });
   refused("`ring_slots`", [](auto& spoiled) { spoiled.ring_slots = 0; });
+  refused("`dependent_launch` must be 0 .. 2, got 3", [](auto& spoiled) { spoiled.dependent_launch = 3; });
   refused("`qkv`", [](auto& spoiled) { spoiled.qkv = aligned<void>(8); });
   refused("`cos_sin`", [](auto& spoiled) { spoiled.cos_sin = nullptr; });
   refused("`ring_v`", [](auto& spoiled) { spoiled.ring_v = aligned<void>(8); });
