@@ -76,6 +76,15 @@ def test_the_shape_of_a_pass_follows_from_the_length_alone(codec, monkeypatch):
     assert encoder.graphs.fallbacks.total() == 4
 
 
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [(torch.zeros(1, 32), r"must be \[2, samples\], got \[1, 32\]"), (torch.zeros(2, 0), "has no samples")],
+)
+def test_what_the_codec_would_not_take(codec, clip, message):
+    with pytest.raises(AudioError, match=f"clip 1 {message}"):
+        ClipEncoder(codec, 2, lengths=(4,))([*clips((32,)), clip])
+
+
 def test_features_that_are_not_finite_are_no_codes(codec):
     encoder = ClipEncoder(codec, 2, lengths=(4,))
     good = clips((32,))[0]

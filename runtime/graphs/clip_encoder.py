@@ -102,10 +102,11 @@ class ClipEncoder:
             [n_i // samples_per_frame, codebooks] int64 each, on the CPU.
 
         Raises:
-            AudioError: features of one of them are not finite.
+            AudioError: a clip is not as `Codec.check_clip` wants it, or features of one are not finite.
         """
         samples, groups = self.codec.config.samples_per_frame, defaultdict(list)
         for index, clip in enumerate(clips):
+            self.codec.check_clip(f"clip {index}", clip)
             groups[bucket_for(-(-clip.shape[1] // samples), self.lengths)].append(index)
         codes: dict[int, Tensor] = {}
         with torch.cuda.stream(self.graphs.stream):

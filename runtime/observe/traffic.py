@@ -76,7 +76,7 @@ def _chunk_prologue(codes, table, slots, valid, offsets, rates, frequencies, fea
 
 
 def _chunk_epilogue(samples, slots, valid, stage_valid, offsets, audio) -> int:
-    return _all(audio) + int(valid.sum()) * samples[0, 0].nbytes
+    return _all(audio) + int(valid.sum()) * samples.shape[2:].numel() * samples.element_size()
 
 
 # What an operation reads and writes, each byte once, of arguments in the order of its schema. Missing are those that
