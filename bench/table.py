@@ -156,11 +156,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="document to put the table in")
     options = parser.parse_args()
-    table = render(read_rows(options.results))
-    if options.write is None:
-        print(table, end="")
-    else:
-        options.write.write_text(insert(options.write.read_text(), table))
+    try:
+        table = render(read_rows(options.results))
+        if options.write is None:
+            print(table, end="")
+        else:
+            options.write.write_text(insert(options.write.read_text(), table))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import torch
 from bench import bench_engine, plot_engine
 from moss_runtime.cli import main
 from moss_runtime.commands.bench_engine import Workload, for_load, random_engine
-from moss_runtime.engine import EngineConfig
+from moss_runtime.engine import EngineConfig, load_engine
 from moss_runtime.engine.load import Load, measure
+from moss_runtime.errors import UserError
 from moss_runtime.model.codec import CodecConfig
 from moss_runtime.random_weights import codec_config
 
@@ -72,6 +73,12 @@ def test_cases_of_the_benchmark():
     assert cases("streaming-balanced", quick=True) == loads + clones
     assert cases("streaming-balanced", case=["engine/C64/clone"]) == clones
     assert cases("offline-fast", case=["engine/*/offline/cold"]) == cold
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(UserError, match=r"`device`: no device cuda here \(cuda devices: 0\)"):
+        load_engine(EngineConfig(), "model", "codec")
 
 
 def test_load_without_requests():

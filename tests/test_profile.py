@@ -136,6 +136,7 @@ def test_the_nsys_line_runs_the_same_passes(demo, tmp_path, capsys, monkeypatch)
     [
         ["frame", "--rows", "129", "--size", "tiny"],
         ["prefill", "--tokens", "600", "--size", "tiny"],
+        ["frame", "--tokens", "9000", "--size", "tiny"],
         ["frame", "--codec", "somewhere"],
         ["frame", "--size", "tiny", "--ranges-only"],
         ["whole"],

@@ -185,6 +185,9 @@ def _frame(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
     """A frame of every row, at a context of `--tokens`."""
     frames = WARM_UPS + 2 * args.passes + EAGER
     model = _model(args, device, dtype)
+    most = model.config.backbone.max_position_embeddings - frames
+    if args.tokens > most:
+        raise UserError(f"--tokens must be at most {most} for {frames} frames of this model, got {args.tokens}")
     runtime = Runtime(model, rows=args.rows, max_tokens=args.tokens + frames, max_frames=frames)
     runtime.warm_up(prefill=False)
     pool, kv, graphs = runtime.pool, runtime.kv, runtime.frame.graphs

@@ -7,6 +7,7 @@ import torch
 
 from moss_runtime.engine.config import EngineConfig
 from moss_runtime.engine.engine import Engine
+from moss_runtime.errors import UserError
 from moss_runtime.graphs.capture import free_memory
 from moss_runtime.model.codec import Codec, CodecConfig
 from moss_runtime.model.config import ModelConfig
@@ -37,10 +38,12 @@ def load_engine(
 
     Raises:
         CheckpointError: as `MossTTS.from_pretrained` and `Codec.from_pretrained`.
-        UserError: model and codec do not belong together.
+        UserError: there is no such device, or model and codec do not belong together.
         MemoryBudgetError: it does not fit into the memory that is free.
     """
     device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"`device`: no device {device} here (cuda devices: {torch.cuda.device_count()})")
     model_config, codec_config = ModelConfig.from_directory(model), CodecConfig.from_directory(codec)
     model_config.check_codec(codec_config)
     if device.type == "cuda":
