@@ -5,12 +5,10 @@
 // finished.
 #include <cuda.h>
 
-#include "checks.h"
 #include "codec_linear.h"
 #include "device/tile_finish.cuh"
 #include "device/tile_product.cuh"
-#include "launch.h"
-#include "tensor_map.h"
+#include "tile_launch.h"
 
 namespace moss {
 namespace {
@@ -22,10 +20,7 @@ constexpr int kPartColumns = 64;  // of 64 rows, that are finished at a time
 constexpr int kPartBytes = kGroupRows * kPartColumns * 2;
 constexpr int kRowBytes = kPartColumns * 2;
 
-struct Arguments : CodecLinearParams {
-  CUtensorMap x_map, weight_map, out_map;
-  int column_tiles, tiles;
-};
+using Arguments = TileArguments;
 
 // Shared memory for tiles of N columns: after the stages places for BUFFERS parts of each consumer's output, which
 // hold the residual stream before. Each has two barriers: `ready` with the stream, or for what overwrites it, and
@@ -241,25 +236,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int N, int BUFFERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, BUFFERS>;
-  Arguments arguments = {};
-  static_cast<CodecLinearParams&>(arguments) = params;
-  arguments.column_tiles = (params.outputs + N - 1) / N;
-  const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
-  MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
-  if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kRows);
-  if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
-  if (status == MOSS_OK)
-    status = make_map(kOp, &arguments.out_map, params.out, params.rows, params.outputs, kGroupRows, kPartColumns);
-  const auto kernel = params.scale  ? codec_linear_pingpong_kernel<N, BUFFERS, kResidual>
-                      : params.gelu ? codec_linear_pingpong_kernel<N, BUFFERS, kGelu>
-                                    : codec_linear_pingpong_kernel<N, BUFFERS, kStore>;
-  if (status == MOSS_OK)
-    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kBytes), kOp,
-                        "cudaFuncSetAttribute");
-  if (status != MOSS_OK) return status;
-  arguments.tiles = static_cast<int>(tiles);
-  const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
-  return launch_kernel(kOp, kernel, arguments, grid, dim3(kThreads), Block::kBytes);
+  const TileShape shape = {Block::kRows, N, Block::kRows, kGroupRows, kPartColumns, kThreads, Block::kBytes};
+  return launch_tiled(kOp, params, multiprocessors, shape,
+                      {codec_linear_pingpong_kernel<N, BUFFERS, kStore>, codec_linear_pingpong_kernel<N, BUFFERS, kGelu>,
+                       codec_linear_pingpong_kernel<N, BUFFERS, kResidual>});
 }
 
 }  // namespace

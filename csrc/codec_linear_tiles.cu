@@ -5,22 +5,17 @@
 // take several tiles of 128 rows, consumers had better have a tile each: codec_linear_pingpong.cu.
 #include <cuda.h>
 
-#include "checks.h"
 #include "codec_linear.h"
 #include "device/tile_finish.cuh"
 #include "device/tile_product.cuh"
-#include "launch.h"
-#include "tensor_map.h"
+#include "tile_launch.h"
 
 namespace moss {
 namespace {
 
 constexpr char kOp[] = "codec_linear";
 
-struct Arguments : CodecLinearParams {
-  CUtensorMap x_map, weight_map, out_map;
-  int column_tiles, tiles;
-};
+using Arguments = TileArguments;
 
 // Shared memory: after the stages a tile of the output, which holds the residual stream before; of each consumer's rows
 // parts of kPart columns, with a swizzle as wide. Each consumer's rows have three barriers: `loaded` with the stream,
@@ -193,27 +188,12 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 template <int N, int CONSUMERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, CONSUMERS>;
-  Arguments arguments = {};
-  static_cast<CodecLinearParams&>(arguments) = params;
-  arguments.column_tiles = (params.outputs + N - 1) / N;
-  const int64_t tiles = int64_t{arguments.column_tiles} * ((params.rows + Block::kRows - 1) / Block::kRows);
-  if (CONSUMERS == 2 && N % 64 == 0 && tiles > multiprocessors) return launch_pingpong(params, multiprocessors);
-  MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
-  if (status == MOSS_OK)
-    status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Block::kBoxRows);
-  if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
-  if (status == MOSS_OK)
-    status = make_map(kOp, &arguments.out_map, params.out, params.rows, params.outputs, kGroupRows, Block::kPart);
-  const auto kernel = params.scale  ? codec_linear_tiles_kernel<N, CONSUMERS, kResidual>
-                      : params.gelu ? codec_linear_tiles_kernel<N, CONSUMERS, kGelu>
-                                    : codec_linear_tiles_kernel<N, CONSUMERS, kStore>;
-  if (status == MOSS_OK)
-    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kBytes), kOp,
-                        "cudaFuncSetAttribute");
-  if (status != MOSS_OK) return status;
-  arguments.tiles = static_cast<int>(tiles);
-  const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
-  return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Block::kBytes);
+  if (CONSUMERS == 2 && N % 64 == 0 && count_tiles(params, Block::kRows, N) > multiprocessors)
+    return launch_pingpong(params, multiprocessors);
+  const TileShape shape = {Block::kRows, N, Block::kBoxRows, kGroupRows, Block::kPart, 128 * (1 + CONSUMERS), Block::kBytes};
+  return launch_tiled(kOp, params, multiprocessors, shape,
+                      {codec_linear_tiles_kernel<N, CONSUMERS, kStore>, codec_linear_tiles_kernel<N, CONSUMERS, kGelu>,
+                       codec_linear_tiles_kernel<N, CONSUMERS, kResidual>});
 }
 
 // What there is a kernel for.
