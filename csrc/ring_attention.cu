@@ -19,7 +19,7 @@ constexpr int kShortTokens = 32;       // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 constexpr int kMultiprocessors = 132;
 
-// The chunk of one head, rotated, in shared memory.
+// The chunk of one head, rotated, in shared memory. Pieces are permuted as in a KeySlot.
 template <int TOKENS>
 struct Chunk {
   uint4 query[TOKENS][kPieces], key[TOKENS][kPieces], value[TOKENS][kPieces];
@@ -40,22 +40,24 @@ struct Chunk {
         reinterpret_cast<Piece&>(q) = rotate(reinterpret_cast<Piece&>(q), angles);
         reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles);
       }
-      query[token][piece] = q;
-      key[token][piece] = k;
-      value[token][piece] = v;
+      query[token][KeySlot::key_piece(token, piece)] = q;
+      key[token][KeySlot::key_piece(token, piece)] = k;
+      value[token][KeySlot::value_piece(token, piece)] = v;
     }
   }
   __device__ __forceinline__ void tile(KeyTile& tile, int index, int group, int quarter) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      tile.key[i / 2][i % 2] = key[index * kTileKeys + i / 2 * 8 + group][i % 2 * 4 + quarter];
-      tile.value[i] = value[index * kTileKeys + value_key(i, quarter)][group];
+      const int first = index * kTileKeys, row = value_key(i, quarter);
+      tile.key[i / 2][i % 2] = key[first + i / 2 * 8 + group][KeySlot::key_piece(group, i % 2 * 4 + quarter)];
+      tile.value[i] = value[first + row][KeySlot::value_piece(row, group)];
     }
   }
   __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      q[i / 2][i % 2] = query[index * kTileQueries + i / 2 * 8 + group][i % 2 * 4 + quarter];
+      q[i / 2][i % 2] =
+          query[index * kTileQueries + i / 2 * 8 + group][KeySlot::key_piece(group, i % 2 * 4 + quarter)];
   }
 };
 
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
         const auto& result = softmax[i].result;
 #pragma unroll
         for (int d = 0; d < 4; ++d)
-          partial(warp)[local * (kHeadDim / 4) + 4 * quarter + d] = {
+          partial(warp)[result_place(local, 4 * quarter + d)] = {
               result[d % 2 * 4][2 * h + d / 2], result[d % 2 * 4 + 1][2 * h + d / 2],
               result[d % 2 * 4 + 2][2 * h + d / 2], result[d % 2 * 4 + 3][2 * h + d / 2]};
       }
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
           const float weight = exp2_approx(sums[w][token].x - highest);
-          const float4 x = partial(w)[local * (kHeadDim / 4) + part];
+          const float4 x = partial(w)[result_place(local, part)];
           total += weight * sums[w][token].y;
           y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
         }
@@ -182,8 +184,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   for (int item = threadIdx.x + oldest * kPieces; item < valid * kPieces; item += kThreads) {
     const int token = item / kPieces, piece = item % kPieces;
     const int64_t place = static_cast<int64_t>((edge + token) % params.capacity) * kHeadDim + 8 * piece;
-    *reinterpret_cast<uint4*>(ring_k + place) = chunk.key[token][piece];
-    *reinterpret_cast<uint4*>(ring_v + place) = chunk.value[token][piece];
+    *reinterpret_cast<uint4*>(ring_k + place) = chunk.key[token][KeySlot::key_piece(token, piece)];
+    *reinterpret_cast<uint4*>(ring_v + place) = chunk.value[token][KeySlot::value_piece(token, piece)];
   }
 }
 

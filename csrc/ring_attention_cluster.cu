@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
     if (quarter == 0) sums[share][query_tile * kTileQueries + local] = {softmax.highest[h], total};
 #pragma unroll
     for (int d = 0; d < 4; ++d)
-      partial(warp)[local * (kHeadDim / 4) + 4 * quarter + d] = {
+      partial(warp)[result_place(local, 4 * quarter + d)] = {
           softmax.result[d % 2 * 4][2 * h + d / 2], softmax.result[d % 2 * 4 + 1][2 * h + d / 2],
           softmax.result[d % 2 * 4 + 2][2 * h + d / 2], softmax.result[d % 2 * 4 + 3][2 * h + d / 2]};
   }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
 #pragma unroll
       for (int s = 0; s < kShares; ++s) {
         const float weight = exp2_approx(sums[s][local].x - highest);
-        const float4 x = partial(s * QUERY_TILES + local / kTileQueries)[local % kTileQueries * (kHeadDim / 4) + part];
+        const float4 x = partial(s * QUERY_TILES + local / kTileQueries)[result_place(local % kTileQueries, part)];
         total += weight * sums[s][local].y;
         y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
       }

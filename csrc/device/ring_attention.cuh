@@ -124,6 +124,12 @@ struct Softmax {
   }
 };
 
+// Where the floats 4i .. 4i + 3 of a query's result lie in shared memory, as float4: permuted, so that what the threads
+// of a warp hold goes to different banks.
+__device__ __forceinline__ int result_place(int query, int i) {
+  return query * (kHeadDim / 4) + (i ^ (query & 1) ^ i / 8 * 2);
+}
+
 // Slot of a row and what it had consumed.
 struct RingPlace {
   int64_t slot, start;
