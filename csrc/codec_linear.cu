@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   const int own_input = begin * kChunk + quarter * 8;
 
   cudaTriggerProgrammaticLaunchCompletion();
-  if constexpr (SLICES > 1) cluster_arrive();
+  if constexpr (SLICES > 1) cluster_arrive_relaxed();
   const bf16* weight[COLUMNS];
   uint4 held[kShared ? 1 : BATCH][COLUMNS], gain[NORM ? BATCH : 1] = {};
   const auto load_batch = [&](int batch) {

@@ -120,8 +120,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       produce<S>(params, stages, full, empty, rank * steps * kStep, steps, first_row, first_column);
     __syncwarp();
     cudaGridDependencySynchronize();
-    cluster_arrive(), cluster_wait();
-    cluster_arrive(), cluster_wait();
+    for (int i = 0; SLICES > 1 && i < 2; ++i) cluster_arrive_relaxed(), cluster_wait();
     return;
   }
 
@@ -168,7 +167,8 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   wgmma_wait<0>();
 
   // The sums lie where the stages were, once all warps have read these. A block adds up those of its own rows.
-  asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+  const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory"); };
+  meet();
   float* sums = reinterpret_cast<float*>(memory + (stages - shared_address(memory)));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -178,7 +178,10 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       *reinterpret_cast<float2*>(sums + row * S::kPitch + 2 * (lane % 4) + 8 * i) = {product[4 * i + 2 * h],
                                                                                      product[4 * i + 2 * h + 1]};
   }
-  cluster_arrive(), cluster_wait();
+  if constexpr (SLICES > 1)
+    cluster_arrive(), cluster_wait();
+  else
+    meet();
   float4 result[kItems] = {};
 #pragma unroll
   for (int slice = 0; slice < SLICES; ++slice) {
@@ -192,7 +195,6 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       result[i] = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
   }
-  cluster_arrive();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     int row, column;
@@ -205,7 +207,8 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
            fmaf(scales[column + 2], y.z, residual[i].z), fmaf(scales[column + 3], y.w, residual[i].w)};
     store_four(params.out, place, wide, y);
   }
-  cluster_wait();
+  // No block ends before the others have read its sums.
+  if constexpr (SLICES > 1) cluster_arrive_relaxed(), cluster_wait();
 }
 
 template <int COLUMNS, int SLICES, int GROUPS>
