@@ -1,7 +1,8 @@
 // moss_ring_attention for few rows, where the time is that of a chain of trips to memory.
 //
 // The blocks of a cluster share the chunk of one head and batch row: each has some of its queries, and brings all keys
-// and values that these see into its shared memory at once, those of the chunk rotated. Once all blocks of the cluster
+// and values that these see into its shared memory at once, those of the chunk rotated. Queries, keys and values of the
+// chunk are asked for together, since each trip to memory costs as much as all scores. Once all blocks of the cluster
 // have read the ring each writes its own tokens into it.
 #include <algorithm>
 
@@ -21,21 +22,18 @@ constexpr int kMaxTiles = 27;          // of keys: two blocks have room for them
 constexpr int kMaxResident = 2 * 132;  // blocks that run at once
 constexpr int kShortTokens = kMaxBlocks * kTileQueries;
 
-// A token's piece of the chunk: q, k and v follow each other.
-struct ChunkPiece {
-  const bf16* source;
-  const float* angles;
+// Of a token's piece: cosines and sines. They are loaded where the code says so, also ahead of the wait.
+struct Angles {
+  alignas(uint4) float values[8];
 
-  __device__ __forceinline__ ChunkPiece(const RingAttentionParams& params, int64_t row, int head, int token,
-                                        int piece) {
-    const int64_t place = row * params.tokens + token, width = params.heads * kHeadDim;
-    source = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
-    angles = params.cos_sin + place * kHeadDim + 8 * piece;
+  __device__ __forceinline__ void load(const float* source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      reinterpret_cast<uint4*>(values)[i] = load_weights(source + 4 * i);
   }
-  __device__ __forceinline__ uint4 rotated(int offset) const {
+  __device__ __forceinline__ uint4 rotated(uint4 x) const {
     using Piece = Vector<bf16, 8>;
-    uint4 x = __ldcg(reinterpret_cast<const uint4*>(source + offset));
-    reinterpret_cast<Piece&>(x) = rotate(reinterpret_cast<Piece&>(x), angles);
+    reinterpret_cast<Piece&>(x) = rotate(reinterpret_cast<Piece&>(x), values);
     return x;
   }
 };
@@ -53,53 +51,77 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int query_tile = warp % QUERY_TILES, share = warp / QUERY_TILES;
   cudaTriggerProgrammaticLaunchCompletion();
-  const RingPlace guess = guess_place(params, row);
-  if (params.dependent_launch && first == 0) prefetch_ring(params, guess, head);
-  // The kernel ahead writes `qkv` alone, if the caller says so: the ring is copied while it ends.
+  // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
-  if (!early) cudaGridDependencySynchronize();
+  if (!early) {
+    if (params.dependent_launch && first == 0) prefetch_ring(params, guess_place(params, row), head);
+    cudaGridDependencySynchronize();
+  }
+  const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
+  const RingPlace place = guess_place(params, row);  // by now no guess
 
-  Ring ring;
-  int ring_tiles;
-  const auto copy_ring = [&](const RingPlace& place) {
-    const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
-    const int held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
-    const int lowest = max(-held, first - params.window + 1);
-    ring = {static_cast<const bf16*>(params.ring_k) + base, static_cast<const bf16*>(params.ring_v) + base, lowest,
-            static_cast<int>(place.start % params.capacity), params.capacity};
-    ring_tiles = lowest < 0 ? (-lowest + kTileKeys - 1) / kTileKeys : 0;
-    for (int i = warp; i < ring_tiles; i += kWarps)
-      ring.copy(slots[i], i, lane);
-    copy_async_commit();
-  };
-  copy_ring(guess);
-  if (early) cudaGridDependencySynchronize();
-  const int valid = __ldcg(params.valid + row);
-  RingPlace place = {__ldcg(params.slots + row), __ldcg(params.offset + guess.slot)};
-  const int width = params.heads * kHeadDim;
-  for (int i = threadIdx.x; i < kTokens * kPieces; i += kThreads) {
-    const int token = i / kPieces, piece = i % kPieces;
-    queries[token][KeySlot::key_piece(token, piece)] =
-        first + token < valid ? ChunkPiece(params, row, head, first + token, piece).rotated(0) : uint4{};
-  }
-  if (place.slot != guess.slot) place.start = __ldcg(params.offset + place.slot);
-  if (!(place == guess)) {
-    copy_async_wait<0>();
-    __syncthreads();
-    copy_ring(place);
-  }
+  const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
+  const int held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
+  const int lowest = max(-held, first - params.window + 1);
+  const Ring ring = {static_cast<const bf16*>(params.ring_k) + base, static_cast<const bf16*>(params.ring_v) + base,
+                     lowest, static_cast<int>(place.start % params.capacity), params.capacity};
+  const int ring_tiles = lowest < 0 ? (-lowest + kTileKeys - 1) / kTileKeys : 0;
+  for (int i = warp; i < ring_tiles; i += kWarps)
+    ring.copy(slots[i], i, lane);
+
+  // The chunk: a thread brings the same piece of several tokens.
+  constexpr int kRows = kThreads / kPieces;  // tokens that all threads bring at once
+  constexpr int kAtOnce = 4;                 // keys that a thread asks for at once
   const int own_first = max(0, first - params.window + 1) / kTileKeys;
   const int own_end = (min(first + kTokens, valid) + kTileKeys - 1) / kTileKeys;
-  const int own_tiles = first < valid ? own_end - own_first : 0;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < own_tiles * kTileKeys * kPieces; i += kThreads) {
-    const int key = i / kPieces % kTileKeys, piece = i % kPieces, index = i / (kPieces * kTileKeys);
-    const int token = (own_first + index) * kTileKeys + key;
-    KeySlot& slot = slots[ring_tiles + index];
-    const ChunkPiece chunk(params, row, head, min(token, valid - 1), piece);
-    copy_async(&slot.value[key][KeySlot::value_piece(key, piece)], chunk.source + 2 * width, token < valid);
-    slot.key[key][KeySlot::key_piece(key, piece)] = chunk.rotated(width);
+  const int own_tiles = first < valid ? own_end - own_first : 0, own_keys = own_tiles * kTileKeys;
+  const int thread_row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
+  const int64_t chunk = row * params.tokens;
+  const bf16* const source = static_cast<const bf16*>(params.qkv) + chunk * 3 * width + head * kHeadDim + 8 * piece;
+  const float* const cos_sin = params.cos_sin + chunk * kHeadDim + 8 * piece;  // a chunk is short: 32 bits go on
+  const auto token_of = [&](int own_key) { return own_first * kTileKeys + own_key; };
+
+  static_assert(kTokens <= kRows);
+  const int own_token = first + thread_row;  // of this thread: its query, and what it writes into the ring
+  const bool owns = own_token < min(first + kTokens, valid);
+  Angles query_angles, angles[kAtOnce];
+  if (owns) query_angles.load(cos_sin + own_token * kHeadDim);
+  const auto load_angles = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own_key = begin + i * kRows;
+      if (own_key < own_keys) angles[i].load(cos_sin + min(token_of(own_key), valid - 1) * kHeadDim);
+    }
+  };
+  load_angles(thread_row);
+  if (early) cudaGridDependencySynchronize();
+
+  uint4 query = {};
+  if (owns) query = load_weights(source + own_token * 3 * width);
+  for (int begin = thread_row; begin < own_keys; begin += kAtOnce * kRows) {
+    uint4 keys[kAtOnce];
+    if (begin > thread_row) load_angles(begin);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own_key = begin + i * kRows, token = min(token_of(own_key), valid - 1);
+      if (own_key < own_keys) keys[i] = load_weights(source + (token * 3 + 1) * width);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own_key = begin + i * kRows, token = token_of(own_key), key = own_key % kTileKeys;
+      if (own_key < own_keys)
+        copy_async(&slots[ring_tiles + own_key / kTileKeys].value[key][KeySlot::value_piece(key, piece)],
+                   source + (min(token, valid - 1) * 3 + 2) * width, token < valid);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own_key = begin + i * kRows, key = own_key % kTileKeys;
+      if (own_key < own_keys)
+        slots[ring_tiles + own_key / kTileKeys].key[key][KeySlot::key_piece(key, piece)] = angles[i].rotated(keys[i]);
+    }
   }
+  if (thread_row < kTokens)
+    queries[thread_row][KeySlot::key_piece(thread_row, piece)] = owns ? query_angles.rotated(query) : uint4{};
   copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();
@@ -125,15 +147,12 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
                 params.window, params.scale);
   }
   // What this thread will write into the ring.
-  static_assert(kTokens * kPieces <= kThreads);
-  const int own_token = first + threadIdx.x / kPieces, own_piece = threadIdx.x % kPieces;
-  const bool writes = own_token < min(first + kTokens, valid);
   uint4 own_key = {}, own_value = {};
-  if (writes) {
+  if (owns) {
     const KeySlot& slot = slots[ring_tiles + own_token / kTileKeys - own_first];
     const int key = own_token % kTileKeys;
-    own_key = slot.key[key][KeySlot::key_piece(key, own_piece)];
-    own_value = slot.value[key][KeySlot::value_piece(key, own_piece)];
+    own_key = slot.key[key][KeySlot::key_piece(key, piece)];
+    own_value = slot.value[key][KeySlot::value_piece(key, piece)];
   }
   __syncthreads();
 
@@ -179,8 +198,8 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
 
   cluster_wait();
   // Of an oversized chunk the last tokens stay; the others would be written to the same places.
-  if (!params.write || !writes || own_token < valid - params.capacity) return;
-  const int64_t target = static_cast<int64_t>((ring.edge + own_token) % params.capacity) * kHeadDim + 8 * own_piece;
+  if (!params.write || !owns || own_token < valid - params.capacity) return;
+  const int64_t target = static_cast<int64_t>((ring.edge + own_token) % params.capacity) * kHeadDim + 8 * piece;
   *reinterpret_cast<uint4*>(const_cast<bf16*>(ring.keys) + target) = own_key;
   *reinterpret_cast<uint4*>(const_cast<bf16*>(ring.values) + target) = own_value;
 }

@@ -461,8 +461,8 @@ typedef struct RingAttentionParams {
   float scale;           /* of the scores, times log2 e */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before the wait the kernel
                                reads slots and offset alone, as hints, and again after it); MOSS_DEPENDENT_EARLY: it
-                               reads slots, valid, offset and rings before it waits; no kernel that may still run
-                               writes them */
+                               reads slots, valid, offset, cos_sin and rings before it waits; no kernel that may
+                               still run writes them */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
   const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
   void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with

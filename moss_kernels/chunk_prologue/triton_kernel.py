@@ -117,7 +117,7 @@ def chunk_prologue_triton(
     """Triton implementation of `moss_kernels.chunk_prologue`, which documents and checks the arguments.
 
     No part of dependent launch: it starts when all before it is done, and lets the next kernel start when all of it is
-    done, so that attention may read `stage_valid` and the rings ahead of its own wait.
+    done, so that attention may read `stage_valid`, `cos_sin` and the rings ahead of its own wait.
     """
     batch, frames, codebooks = codes.shape
     _, vocab, width = table.shape

@@ -170,8 +170,8 @@ def ring_attention(
             key (an oversized chunk, T > C, with `chunk_in_ring`).
         write: whether the chunk's keys and values are stored in the rings after the attention, as `ring_kv_write`
             does; not with `chunk_in_ring`.
-        settled: whether no kernel that may still run writes rings, `slots`, `valid` or `offset`. Then CUDA C++ may read
-            them while the kernel ahead in the stream still runs.
+        settled: whether no kernel that may still run writes rings, `slots`, `valid`, `offset` or `cos_sin`. Then CUDA
+            C++ may read them while the kernel ahead in the stream still runs.
 
     Raises:
         ValueError: A shape, range, layout or device is wrong; the message names the argument.
