@@ -120,12 +120,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
     copy(index + WARPS * DEPTH);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
-      float score[2][4] = {};
+      float score[1][2][4] = {};
       uint4 q[2][2];
       chunk.queries(q, i, group, quarter);
-      Softmax::multiply(score, tile, q);
-      softmax[i].add(score, tile, i * kTileQueries + group, key + 2 * quarter, own ? valid : 0, params.window,
-                     params.scale);
+      Softmax::multiply(score[0], tile, q);
+      const TileSight sight[] = {{key, own ? valid : 0, i * kTileQueries, params.window}};
+      softmax[i].weigh(score, sight, i * kTileQueries, params.window, params.scale);
+      softmax[i].gather(score[0], tile);
     }
   }
 

@@ -5,6 +5,7 @@
 // chunk are asked for together, since each trip to memory costs as much as all scores. Once all blocks of the cluster
 // have read the ring each writes its own tokens into it.
 #include <algorithm>
+#include <type_traits>
 
 #include "checks.h"
 #include "device/cluster.cuh"
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
 
   const int head = blockIdx.y, first = blockIdx.x * kTokens;
   const int64_t row = blockIdx.z;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // in uniform registers, and all that follows from it
+  const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int query_tile = warp % QUERY_TILES, share = warp / QUERY_TILES;
   cudaTriggerProgrammaticLaunchCompletion();
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
@@ -134,17 +136,43 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
     const int token = query_tile * kTileQueries + i / 2 * 8 + group;
     q[i / 2][i % 2] = queries[token][KeySlot::key_piece(token, i % 2 * 4 + quarter)];
   }
+  // The scores of several tiles are weighed together, which takes hardly longer than those of one.
   Softmax softmax;
+  const int query_token = first + query_tile * kTileQueries;
+  const auto attend = [&](auto count, int index) {
+    constexpr int kCount = decltype(count)::value;
+    float score[kCount][2][4] = {};
+    TileSight sight[kCount];
+    const auto slot_of = [&](int i) -> const KeySlot& {
+      const int slot = index + i * kShares;
+      return slots[slot < tiles ? slot : index];
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int slot = index + i * kShares;
+      const bool own = slot >= ring_tiles;
+      const int key = own ? (own_first + slot - ring_tiles) * kTileKeys : ring.first + slot * kTileKeys;
+      sight[i] = TileSight(key, own ? valid : 0, query_token, params.window);  // nothing beyond the last tile
+      KeyTile tile;
+      slot_of(i).load(tile, group, quarter);
+      Softmax::multiply(score[i], tile, q);
+    }
+    softmax.weigh(score, sight, query_token, params.window, params.scale);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      KeyTile tile;
+      slot_of(i).load(tile, group, quarter);
+      softmax.gather(score[i], tile);
+    }
+  };
 #pragma unroll 1
-  for (int index = share; index < tiles; index += kShares) {
-    const bool own = index >= ring_tiles;
-    const int key = own ? (own_first + index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
-    KeyTile tile;
-    slots[index].load(tile, group, quarter);
-    float score[2][4] = {};
-    Softmax::multiply(score, tile, q);
-    softmax.add(score, tile, first + query_tile * kTileQueries + group, key + 2 * quarter, own ? valid : 0,
-                params.window, params.scale);
+  for (int index = share; index < tiles; index += 4 * kShares) {
+    if (QUERY_TILES == 1 && index + kShares >= tiles)  // with two there are too few registers for one more form
+      attend(std::integral_constant<int, 1>{}, index);
+    else if (index + 2 * kShares < tiles)
+      attend(std::integral_constant<int, 4>{}, index);
+    else
+      attend(std::integral_constant<int, 2>{}, index);
   }
   // What this thread will write into the ring.
   uint4 own_key = {}, own_value = {};
@@ -199,9 +227,9 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   cluster_wait();
   // Of an oversized chunk the last tokens stay; the others would be written to the same places.
   if (!params.write || !owns || own_token < valid - params.capacity) return;
-  const int64_t target = static_cast<int64_t>((ring.edge + own_token) % params.capacity) * kHeadDim + 8 * piece;
-  *reinterpret_cast<uint4*>(const_cast<bf16*>(ring.keys) + target) = own_key;
-  *reinterpret_cast<uint4*>(const_cast<bf16*>(ring.values) + target) = own_value;
+  const int64_t target = base + static_cast<int64_t>((ring.edge + own_token) % params.capacity) * kHeadDim + 8 * piece;
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_k) + target) = own_key;
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_v) + target) = own_value;
 }
 
 int query_tiles(const RingAttentionParams& params) { return params.tokens <= kShortTokens ? 1 : 2; }

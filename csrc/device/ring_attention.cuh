@@ -62,13 +62,27 @@ struct Ring {
   }
 };
 
+// What 16 queries from token `query` on see of a tile of keys from token `first` on, of which those at or beyond `end`
+// do not count.
+struct TileSight {
+  int first, end;
+  bool whole;  // all of them see all of it
+
+  TileSight() = default;
+  __device__ __forceinline__ TileSight(int first, int end, int query, int window)
+      : first(first),
+        end(end),
+        whole(first + kTileKeys <= end && first + kTileKeys - 1 <= query && query + kTileQueries - 1 - first < window) {
+  }
+};
+
 // Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
 struct Softmax {
   float highest[2] = {kLowest, kLowest};
   float total[2] = {};            // of this thread's keys alone
   float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
-  // Scores of a tile's keys, to be handed to `add`.
+  // Scores of a tile's keys, to be handed to `weigh`.
   static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -76,19 +90,32 @@ struct Softmax {
       for (int j = 0; j < 2; ++j)
         mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
   }
-  // `query`, `key`: tokens of row g and of this thread's first key; keys at or beyond `end` do not count.
-  __device__ __forceinline__ void add(float (&score)[2][4], const KeyTile& tile, int query, int key, int end,
-                                      int window, float scale) {
+  // Makes weights of the scores of N tiles, to be handed to `gather` before the next ones. `query`: the first token.
+  template <int N>
+  __device__ __forceinline__ void weigh(float (&score)[N][2][4], const TileSight (&sight)[N], int query, int window,
+                                        float scale) {
+    const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        score[n][i / 4][i % 4] *= scale;
+      if (sight[n].whole) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int token = sight[n].first + value_key(i / 4 * 2 + i % 2, quarter);
+        const int ahead = query + group + i % 4 / 2 * 8 - token;
+        if (token >= sight[n].end || ahead < 0 || ahead >= window) score[n][i / 4][i % 4] = -INFINITY;
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float highest_now = highest[h];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = key + i % 2 + i / 2 * 8, ahead = query + 8 * h - token;
-        float& s = score[i / 2][2 * h + i % 2];
-        s = token < end && ahead >= 0 && ahead < window ? s * scale : -INFINITY;
-        highest_now = fmaxf(highest_now, s);
-      }
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          highest_now = fmaxf(highest_now, score[n][i / 2][2 * h + i % 2]);
       highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 1));
       highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 2));
       const float kept = exp2_approx(highest[h] - highest_now);
@@ -100,16 +127,21 @@ struct Softmax {
         result[j][2 * h + 1] *= kept;
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& s = score[i / 2][2 * h + i % 2];
-        s = exp2_approx(s - highest_now);
-        total[h] += s;
-      }
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& s = score[n][i / 2][2 * h + i % 2];
+          s = exp2_approx(s - highest_now);
+          total[h] += s;
+        }
     }
+  }
+  // Adds a tile's values.
+  __device__ __forceinline__ void gather(const float (&weight)[2][4], const KeyTile& tile) {
     uint32_t weights[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      weights[i] = pack_bf16(score[i / 2][2 * (i % 2)], score[i / 2][2 * (i % 2) + 1]);
+      weights[i] = pack_bf16(weight[i / 2][2 * (i % 2)], weight[i / 2][2 * (i % 2) + 1]);
     const uint32_t* values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
