@@ -154,25 +154,33 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   const int out_row = threadIdx.x / (kOutputs / 2), out_pair = threadIdx.x % (kOutputs / 2);
   const int column = first + 2 * out_pair;
   const bool finishes = out_row < 16 && column < outputs;
-  float2 scale = {}, weight_sum = {}, bias_sum = {};
+  uint32_t scale = 0;  // two, as they are stored: nothing waits for them either
+  float2 weight_sum = {}, bias_sum = {};
   if (finishes && NORM) {
     weight_sum = *reinterpret_cast<const float2*>(params.norm_sums + column);
     bias_sum = *reinterpret_cast<const float2*>(params.norm_sums + outputs + column);
   }
   if (finishes && params.scale)
-    scale = unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(params.scale) + column));
+    scale = *reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(params.scale) + column);
   cudaGridDependencySynchronize();
 
-  float2 residual[kPairs] = {};
+  // As it is stored, so that nothing waits for it before the sums are there.
+  uint2 residual[kPairs] = {};
+  const bool wide = params.out_dtype == MOSS_FLOAT32;
+  const auto load_residual = [&](auto two) {
+    using Two = decltype(two);
 #pragma unroll
-  for (int p = 0; p < kPairs; ++p) {
-    const int row = 16 * p + out_row;
-    const int64_t place = static_cast<int64_t>(row) * outputs + column;
-    if (!params.scale || !finishes || row >= rows) continue;
-    residual[p] = params.out_dtype == MOSS_FLOAT32
-                      ? __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(params.out) + place))
-                      : unpack_bf16(__ldcg(reinterpret_cast<const uint32_t*>(static_cast<bf16*>(params.out) + place)));
-  }
+    for (int p = 0; p < kPairs; ++p) {
+      const int row = 16 * p + out_row;
+      if (params.scale && finishes && row < rows)
+        reinterpret_cast<Two&>(residual[p]) =
+            __ldcg(static_cast<const Two*>(params.out) + (static_cast<int64_t>(row) * outputs + column) / 2);
+    }
+  };
+  if (wide)
+    load_residual(uint2{});
+  else
+    load_residual(uint32_t{});
 
   float product[kPairs][COLUMNS][4] = {};
   Moments moments[ROWS] = {};
@@ -280,9 +288,14 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
       y.y = (y.y - mean * weight_sum.y) * factor + bias_sum.y;
     }
     if (params.gelu) y = {gelu(y.x), gelu(y.y)};
-    if (params.scale) y = {fmaf(scale.x, y.x, residual[p].x), fmaf(scale.y, y.y, residual[p].y)};
+    if (params.scale) {
+      const uint2 words = residual[p];
+      const float2 before = wide ? float2{__uint_as_float(words.x), __uint_as_float(words.y)} : unpack_bf16(words.x);
+      const float2 factor = unpack_bf16(scale);
+      y = {fmaf(factor.x, y.x, before.x), fmaf(factor.y, y.y, before.y)};
+    }
     const int64_t place = static_cast<int64_t>(row) * outputs + column;
-    if (params.out_dtype == MOSS_FLOAT32)
+    if (wide)
       *reinterpret_cast<float2*>(static_cast<float*>(params.out) + place) = y;
     else
       *reinterpret_cast<uint32_t*>(static_cast<bf16*>(params.out) + place) = pack_bf16(y.x, y.y);

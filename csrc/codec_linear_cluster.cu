@@ -48,13 +48,6 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 }
 
 // Four neighbouring values of bf16 or float32.
-__device__ __forceinline__ float4 load_four(const void* values, int64_t place, bool wide) {
-  if (wide) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(values) + place));
-  const uint2 words = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(values) + place));
-  const float2 low = unpack_bf16(words.x), high = unpack_bf16(words.y);
-  return {low.x, low.y, high.x, high.y};
-}
-
 __device__ __forceinline__ void store_four(void* values, int64_t place, bool wide, const float4& y) {
   if (wide)
     *reinterpret_cast<float4*>(static_cast<float*>(values) + place) = y;
@@ -138,13 +131,22 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
     return inside ? static_cast<int64_t>(out_row) * params.outputs + out_column : int64_t{-1};
   };
   const bool wide = params.out_dtype == MOSS_FLOAT32;
-  float4 residual[kItems] = {};
+  // As it is stored, so that each item is asked for before the first has come.
+  uint4 residual[kItems] = {};
+  const auto load_residual = [&](auto four) {
+    using Four = decltype(four);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    int row, column;
-    const int64_t place = place_of(i, row, column);
-    if (params.scale && place >= 0) residual[i] = load_four(params.out, place, wide);
-  }
+    for (int i = 0; i < kItems; ++i) {
+      int row, column;
+      const int64_t place = place_of(i, row, column);
+      if (params.scale && place >= 0)
+        reinterpret_cast<Four&>(residual[i]) = __ldcg(static_cast<const Four*>(params.out) + place / 4);
+    }
+  };
+  if (wide)
+    load_residual(uint4{});
+  else
+    load_residual(uint2{});
 
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
   float product[COLUMNS / 2];
@@ -202,9 +204,13 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
     if (place < 0) continue;
     float4 y = result[i];
     if (params.gelu) y = {gelu(y.x), gelu(y.y), gelu(y.z), gelu(y.w)};
-    if (params.scale)
-      y = {fmaf(scales[column], y.x, residual[i].x), fmaf(scales[column + 1], y.y, residual[i].y),
-           fmaf(scales[column + 2], y.z, residual[i].z), fmaf(scales[column + 3], y.w, residual[i].w)};
+    if (params.scale) {
+      const uint4& words = residual[i];
+      const float2 low = wide ? float2{__uint_as_float(words.x), __uint_as_float(words.y)} : unpack_bf16(words.x);
+      const float2 high = wide ? float2{__uint_as_float(words.z), __uint_as_float(words.w)} : unpack_bf16(words.y);
+      y = {fmaf(scales[column], y.x, low.x), fmaf(scales[column + 1], y.y, low.y),
+           fmaf(scales[column + 2], y.z, high.x), fmaf(scales[column + 3], y.w, high.y)};
+    }
     store_four(params.out, place, wide, y);
   }
   // No block ends before the others have read its sums.
