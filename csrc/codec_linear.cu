@@ -84,14 +84,14 @@ struct Inputs<float> {
   }
 };
 
-// Whether a thread's weights wait in shared memory, each thread's for itself: so many would leave its registers no room
-// for inputs, which it would then fetch one after the other.
-template <int COLUMNS, int BATCH>
-constexpr bool kInShared = COLUMNS * BATCH > 10;
+// Whether a thread's weights wait in shared memory, each thread's for itself: with the norm's, so many would leave its
+// registers no room for inputs, which it would then fetch one after the other.
+template <int COLUMNS, int BATCH, bool NORM>
+constexpr bool kInShared = (COLUMNS + NORM) * BATCH > 10;
 
 // Vectors of dynamic shared memory: those weights, and behind them what the blocks of a cluster send each other.
-template <int COLUMNS, int BATCH>
-constexpr int kWeightVectors = kInShared<COLUMNS, BATCH> ? BATCH * COLUMNS * kThreads : 0;
+template <int COLUMNS, int BATCH, bool NORM>
+constexpr int kWeightVectors = kInShared<COLUMNS, BATCH, NORM> ? BATCH * COLUMNS * kThreads : 0;
 
 // ROWS: tiles of 8 rows. COLUMNS: tiles of 8 outputs of a block. BATCH: chunks whose weights a thread holds at once.
 // SLICES: of the inputs, one for each block of a cluster; a block then finishes every SLICES-th row.
@@ -100,9 +100,9 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   constexpr int kOutputs = COLUMNS * kTile;
   constexpr int kPairs = (ROWS + 1) / 2;                         // 16 rows, as one product has
   constexpr int kPitch = kOutputs + (COLUMNS % 2 == 0) * kTile;  // so that a warp's rows lie in different banks
-  constexpr bool kShared = kInShared<COLUMNS, BATCH>;
+  constexpr bool kShared = kInShared<COLUMNS, BATCH, NORM>;
   // Chunks whose inputs a thread loads at once: as many as there is room for in registers.
-  constexpr int kFit = (kShared ? 20 : 12) / ROWS;
+  constexpr int kFit = (sizeof(X) == 4 ? 6 : kShared ? 20 : 12) / ROWS;
   constexpr int kAtOnce = kFit < BATCH ? kFit : BATCH;
   extern __shared__ uint4 own_weights[];  // [BATCH][COLUMNS][kThreads]
   __shared__ float2 partial[kPairs][kWarps][16][kPitch / 2];
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
   static_assert(sizeof(partial) + sizeof(moments_of) <= 48 << 10);  // CUDA 12 has no room for more that is not dynamic
   // Of the rows that this block finishes, from each block of the cluster.
   using Sums = float2[kPairs][16][kOutputs / 2];
-  Sums* const sums_of = reinterpret_cast<Sums*>(own_weights + kWeightVectors<COLUMNS, BATCH>);
+  Sums* const sums_of = reinterpret_cast<Sums*>(own_weights + kWeightVectors<COLUMNS, BATCH, NORM>);
 
   const int rows = params.rows, outputs = params.outputs, inputs = params.inputs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(kThreads, ROWS == 4 ? 1 : 2) codec_linear_kern
             loaded[a][r].load(x + static_cast<int64_t>(r * kTile) * inputs + input);
         }
       }
+      __syncwarp();  // else the compiler saves registers and waits for some before it asks for the next
       if constexpr (kShared) copy_async_wait<0>();
 #pragma unroll
       for (int a = 0; a < kAtOnce && i + a < BATCH; ++a) {
@@ -306,7 +307,7 @@ template <int ROWS, int COLUMNS, int BATCH, bool NORM, typename X, int SLICES = 
 MossStatus launch_rows(const CodecLinearParams& params) {
   auto* kernel = codec_linear_kernel<ROWS, COLUMNS, BATCH, NORM, X, SLICES>;
   constexpr int kOutputs = COLUMNS * kTile, kSums = SLICES > 1 ? SLICES * ((ROWS + 1) / 2) * 16 * kOutputs : 0;
-  constexpr int kBytes = kWeightVectors<COLUMNS, BATCH> * sizeof(uint4) + kSums * sizeof(float);
+  constexpr int kBytes = kWeightVectors<COLUMNS, BATCH, NORM> * sizeof(uint4) + kSums * sizeof(float);
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
@@ -343,7 +344,7 @@ MossStatus dispatch(const CodecLinearParams& params) {
   if (share <= 12)
     return params.rows > 16 ? launch_rows<4, 4, 3, false, bf16, 4>(params) : launch<1, 12, false, bf16>(params);
   if (params.rows > 8 && params.rows <= 16) return launch_rows<2, 2, 10, false, bf16, 2>(params);
-  return launch<1, 20, false, bf16>(params);
+  return params.rows <= 8 ? launch_rows<1, 1, 20, false, bf16>(params) : launch_rows<4, 1, 20, false, bf16>(params);
 }
 
 // What the kernels of tiles ask for beside the rest.
