@@ -86,34 +86,35 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   static_assert(kTokens <= kRows);
   const int own_token = first + thread_row;  // of this thread: its query, and what it writes into the ring
   const bool owns = own_token < min(first + kTokens, valid);
+  const bf16* const query_source = source + own_token * 3 * width;
   Angles query_angles, angles[kAtOnce];
   if (owns) query_angles.load(cos_sin + own_token * kHeadDim);
-  const auto load_angles = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int own_key = begin + i * kRows;
-      if (own_key < own_keys) angles[i].load(cos_sin + min(token_of(own_key), valid - 1) * kHeadDim);
-    }
-  };
-  load_angles(thread_row);
-  if (early) cudaGridDependencySynchronize();
-
-  uint4 query = {};
-  if (owns) query = load_weights(source + own_token * 3 * width);
-  for (int begin = thread_row; begin < own_keys; begin += kAtOnce * kRows) {
-    uint4 keys[kAtOnce];
-    if (begin > thread_row) load_angles(begin);
+  const bf16* key_source[kAtOnce];
+  const auto prepare = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int own_key = begin + i * kRows, token = min(token_of(own_key), valid - 1);
-      if (own_key < own_keys) keys[i] = load_weights(source + (token * 3 + 1) * width);
+      key_source[i] = source + (token * 3 + 1) * width;
+      if (own_key < own_keys) angles[i].load(cos_sin + token * kHeadDim);
     }
+  };
+  prepare(thread_row);
+  if (early) cudaGridDependencySynchronize();
+
+  uint4 query = {};
+  if (owns) query = load_weights(query_source);
+  for (int begin = thread_row; begin < own_keys; begin += kAtOnce * kRows) {
+    uint4 keys[kAtOnce];  // loaded as weights are, so that all are on their way before the first is used
+    if (begin > thread_row) prepare(begin);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (begin + i * kRows < own_keys) keys[i] = load_weights(key_source[i]);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own_key = begin + i * kRows, token = token_of(own_key), key = own_key % kTileKeys;
+      const int own_key = begin + i * kRows, key = own_key % kTileKeys;
       if (own_key < own_keys)
         copy_async(&slots[ring_tiles + own_key / kTileKeys].value[key][KeySlot::value_piece(key, piece)],
-                   source + (min(token, valid - 1) * 3 + 2) * width, token < valid);
+                   key_source[i] + width, token_of(own_key) < valid);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   };
 #pragma unroll 1
   for (int index = share; index < tiles; index += 4 * kShares) {
-    if (QUERY_TILES == 1 && index + kShares >= tiles)  // with two there are too few registers for one more form
+    if (index + kShares >= tiles)
       attend(std::integral_constant<int, 1>{}, index);
     else if (index + 2 * kShares < tiles)
       attend(std::integral_constant<int, 4>{}, index);
