@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
     cluster_arrive(), cluster_wait();
   else
     meet();
-  float4 result[kItems] = {};
+  // All are asked for before the first is added.
+  float4 part[SLICES][kItems] = {};
 #pragma unroll
   for (int slice = 0; slice < SLICES; ++slice) {
     const uint32_t peer = peer_address(stages, slice);
@@ -193,16 +194,21 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       int row, column;
       if (place_of(i, row, column) < 0) continue;
       const int place = (rank * S::kOwnRows + row) * S::kPitch + column;
-      const float4 part = load_peer(peer + place * static_cast<int>(sizeof(float))), sum = result[i];
-      result[i] = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+      part[slice][i] = load_peer(peer + place * static_cast<int>(sizeof(float)));
     }
   }
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     int row, column;
     const int64_t place = place_of(i, row, column);
     if (place < 0) continue;
-    float4 y = result[i];
+    float4 y = {};
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice) {
+      const float4& x = part[slice][i];
+      y = {y.x + x.x, y.y + x.y, y.z + x.z, y.w + x.w};
+    }
     if (params.gelu) y = {gelu(y.x), gelu(y.y), gelu(y.z), gelu(y.w)};
     if (params.scale) {
       const uint4& words = residual[i];
