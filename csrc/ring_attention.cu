@@ -19,75 +19,33 @@ constexpr int kShortTokens = 32;       // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 constexpr int kMultiprocessors = 132;
 
-// The chunk of one head, rotated, in shared memory. Pieces are permuted as in a KeySlot.
-template <int TOKENS>
-struct Chunk {
-  uint4 query[TOKENS][kPieces], key[TOKENS][kPieces], value[TOKENS][kPieces];
-
-  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid) {
-    const int width = params.heads * kHeadDim;
-    for (int i = threadIdx.x; i < TOKENS * kPieces; i += blockDim.x) {
-      const int token = i / kPieces, piece = i % kPieces;
-      uint4 q = {}, k = {}, v = {};
-      if (token < valid) {
-        const int64_t place = row * params.tokens + token;
-        const bf16* source = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
-        const float* angles = params.cos_sin + place * kHeadDim + 8 * piece;
-        q = __ldcg(reinterpret_cast<const uint4*>(source));
-        k = __ldcg(reinterpret_cast<const uint4*>(source + width));
-        v = __ldcg(reinterpret_cast<const uint4*>(source + 2 * width));
-        using Piece = Vector<bf16, 8>;
-        reinterpret_cast<Piece&>(q) = rotate(reinterpret_cast<Piece&>(q), angles);
-        reinterpret_cast<Piece&>(k) = rotate(reinterpret_cast<Piece&>(k), angles);
-      }
-      query[token][KeySlot::key_piece(token, piece)] = q;
-      key[token][KeySlot::key_piece(token, piece)] = k;
-      value[token][KeySlot::value_piece(token, piece)] = v;
-    }
-  }
-  __device__ __forceinline__ void tile(KeyTile& tile, int index, int group, int quarter) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int first = index * kTileKeys, row = value_key(i, quarter);
-      tile.key[i / 2][i % 2] = key[first + i / 2 * 8 + group][KeySlot::key_piece(group, i % 2 * 4 + quarter)];
-      tile.value[i] = value[first + row][KeySlot::value_piece(row, group)];
-    }
-  }
-  __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      q[i / 2][i % 2] =
-          query[index * kTileQueries + i / 2 * 8 + group][KeySlot::key_piece(group, i % 2 * 4 + quarter)];
-  }
-};
-
 // QUERY_TILES: of 16 tokens. DEPTH: tiles of a warp that are on their way at once. BLOCKS: on a multiprocessor.
 template <int QUERY_TILES, int WARPS, int DEPTH, int BLOCKS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
   constexpr int kTokens = QUERY_TILES * kTileQueries, kThreads = 32 * WARPS;
   extern __shared__ KeySlot slots[];
-  __shared__ Chunk<kTokens> chunk;
+  __shared__ uint4 queries[kTokens][kPieces];
+  __shared__ KeySlot own[QUERY_TILES];     // keys and values of the chunk
   __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
-  const RingPlace guess = guess_place(params, row);
-  if (params.dependent_launch) prefetch_ring(params, guess, head);
-  // The kernel ahead writes `qkv` alone, if the caller says so: the first tiles are asked for while it ends.
+  // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
-  if (!early) cudaGridDependencySynchronize();
+  if (!early) {
+    if (params.dependent_launch) prefetch_ring(params, guess_place(params, row), head);
+    cudaGridDependencySynchronize();
+  }
+  const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
+  const RingPlace ring_place = guess_place(params, row);  // by now no guess
 
-  const int valid = __ldcg(params.valid + row);
-  const int64_t slot = __ldcg(params.slots + row);
-  int64_t start = __ldcg(params.offset + guess.slot);
-  if (slot != guess.slot) start = __ldcg(params.offset + slot);
-  const int64_t base = (slot * params.heads + head) * params.capacity * kHeadDim;
+  const int64_t base = (ring_place.slot * params.heads + head) * params.capacity * kHeadDim;
   bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
   bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
-  const int held = static_cast<int>(start < params.window - 1 ? start : params.window - 1);
-  const int edge = static_cast<int>(start % params.capacity);
+  const int held = static_cast<int>(ring_place.start < params.window - 1 ? ring_place.start : params.window - 1);
+  const int edge = static_cast<int>(ring_place.start % params.capacity);
   const Ring ring = {ring_k, ring_v, -held, edge, params.capacity};
   const int ring_tiles = valid > 0 ? (held + kTileKeys - 1) / kTileKeys : 0;
   const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
@@ -100,31 +58,59 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i)
     copy(warp + i * WARPS);
-  if (early) cudaGridDependencySynchronize();
-  chunk.load(params, row, head, valid);
+
+  // The chunk: a thread brings the same piece of several tokens, all that it brings at once.
+  constexpr int kRows = kThreads / kPieces, kItems = (kTokens + kRows - 1) / kRows;
+  const int thread_row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
+  const int64_t first = row * params.tokens;
+  const bf16* const source = static_cast<const bf16*>(params.qkv) + first * 3 * width + head * kHeadDim + 8 * piece;
+  const float* const cos_sin = params.cos_sin + first * kHeadDim + 8 * piece;
+  Angles angles[kItems] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i)
+    if (const int token = thread_row + i * kRows; token < valid) angles[i].load(cos_sin + token * kHeadDim);
+  if (early) {
+    prefetch_ring(params, ring_place, head);
+    cudaGridDependencySynchronize();
+  }
+  uint4 inputs[kItems][3] = {};  // loaded as weights are, so that all are on their way before the first is used
+#pragma unroll
+  for (int i = 0; i < kItems; ++i)
+#pragma unroll
+    for (int part = 0; part < 3; ++part)
+      if (const int token = thread_row + i * kRows; token < valid)
+        inputs[i][part] = load_weights(source + (token * 3 + part) * width);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int token = thread_row + i * kRows, key = token % kTileKeys;
+    if (kTokens % kRows && token >= kTokens) break;
+    KeySlot& slot = own[token / kTileKeys];
+    queries[token][KeySlot::key_piece(token, piece)] = angles[i].rotated(inputs[i][0]);
+    slot.key[key][KeySlot::key_piece(key, piece)] = angles[i].rotated(inputs[i][1]);
+    slot.value[key][KeySlot::value_piece(key, piece)] = inputs[i][2];
+  }
   __syncthreads();
 
   Softmax softmax[QUERY_TILES];
 #pragma unroll 1
   for (int index = warp; index < tiles; index += WARPS) {
-    const bool own = index >= ring_tiles;
-    const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
+    const bool in_chunk = index >= ring_tiles;
+    const int key = in_chunk ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
     KeyTile tile;
     copy_async_wait<DEPTH - 1>();
     __syncwarp();
-    if (own)
-      chunk.tile(tile, index - ring_tiles, group, quarter);
-    else
-      slots[index % (WARPS * DEPTH)].load(tile, group, quarter);
+    (in_chunk ? own[index - ring_tiles] : slots[index % (WARPS * DEPTH)]).load(tile, group, quarter);
     __syncwarp();
     copy(index + WARPS * DEPTH);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
       float score[1][2][4] = {};
       uint4 q[2][2];
-      chunk.queries(q, i, group, quarter);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        q[j / 2][j % 2] = queries[i * kTileQueries + j / 2 * 8 + group][KeySlot::key_piece(group, j % 2 * 4 + quarter)];
       Softmax::multiply(score[0], tile, q);
-      const TileSight sight[] = {{key, own ? valid : 0, i * kTileQueries, params.window}};
+      const TileSight sight[] = {{key, in_chunk ? valid : 0, i * kTileQueries, params.window}};
       softmax[i].weigh(score, sight, i * kTileQueries, params.window, params.scale);
       softmax[i].gather(score[0], tile);
     }
@@ -173,8 +159,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
         y = {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
       }
       const int64_t place = (row * params.tokens + token) * params.heads + head;
-      *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + place * kHeadDim + 4 * part) = {
-          pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
+      *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + place * kHeadDim + 4 * part) = {pack_bf16(y.x, y.y),
+                                                                                                 pack_bf16(y.z, y.w)};
     }
     if (i + 1 < QUERY_TILES) __syncthreads();
   }
@@ -182,11 +168,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   if (!params.write) return;
   // Of an oversized chunk the last tokens stay; the others would be written to the same places.
   const int oldest = valid > params.capacity ? valid - params.capacity : 0;
-  for (int item = threadIdx.x + oldest * kPieces; item < valid * kPieces; item += kThreads) {
-    const int token = item / kPieces, piece = item % kPieces;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int token = thread_row + i * kRows, key = token % kTileKeys;
+    if (token < oldest || token >= valid) continue;
+    const KeySlot& slot = own[token / kTileKeys];
     const int64_t place = static_cast<int64_t>((edge + token) % params.capacity) * kHeadDim + 8 * piece;
-    *reinterpret_cast<uint4*>(ring_k + place) = chunk.key[token][KeySlot::key_piece(token, piece)];
-    *reinterpret_cast<uint4*>(ring_v + place) = chunk.value[token][KeySlot::value_piece(token, piece)];
+    *reinterpret_cast<uint4*>(ring_k + place) = slot.key[key][KeySlot::key_piece(key, piece)];
+    *reinterpret_cast<uint4*>(ring_v + place) = slot.value[key][KeySlot::value_piece(key, piece)];
   }
 }
 
@@ -205,7 +194,7 @@ MossStatus check(const RingAttentionParams& params) {
     const void* pointer;
     size_t bytes;
   } pointers[] = {
-      {"qkv", params.qkv, 16},     {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
+      {"qkv", params.qkv, 16},       {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
       {"ring_v", params.ring_v, 16}, {"slots", params.slots, 4},      {"valid", params.valid, 4},
       {"offset", params.offset, 8},  {"out", params.out, 16},
   };

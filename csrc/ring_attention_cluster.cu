@@ -23,22 +23,6 @@ constexpr int kMaxTiles = 27;          // of keys: two blocks have room for them
 constexpr int kMaxResident = 2 * 132;  // blocks that run at once
 constexpr int kShortTokens = kMaxBlocks * kTileQueries;
 
-// Of a token's piece: cosines and sines. They are loaded where the code says so, also ahead of the wait.
-struct Angles {
-  alignas(uint4) float values[8];
-
-  __device__ __forceinline__ void load(const float* source) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      reinterpret_cast<uint4*>(values)[i] = load_weights(source + 4 * i);
-  }
-  __device__ __forceinline__ uint4 rotated(uint4 x) const {
-    using Piece = Vector<bf16, 8>;
-    reinterpret_cast<Piece&>(x) = rotate(reinterpret_cast<Piece&>(x), values);
-    return x;
-  }
-};
-
 // QUERY_TILES: of 16 tokens, that a block has. So many warps go side by side over the keys; the others share these.
 template <int QUERY_TILES>
 __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(const RingAttentionParams params) {

@@ -19,6 +19,22 @@ constexpr int kTileKeys = 16, kTileQueries = 16;
 // Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 constexpr float kLowest = -3.0e38f;
 
+// Of a token's piece: cosines and sines. They are loaded where the code says so, also ahead of the wait.
+struct Angles {
+  alignas(uint4) float values[8];
+
+  __device__ __forceinline__ void load(const float* source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      reinterpret_cast<uint4*>(values)[i] = load_weights(source + 4 * i);
+  }
+  __device__ __forceinline__ uint4 rotated(uint4 x) const {
+    using Piece = Vector<bf16, 8>;
+    reinterpret_cast<Piece&>(x) = rotate(reinterpret_cast<Piece&>(x), values);
+    return x;
+  }
+};
+
 // What a thread, 4 * g + t of its warp, holds of 16 keys and values.
 struct KeyTile {
   uint4 key[2][2];  // [8 keys: key g][32 dimensions: 8t .. 8t + 7]
