@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // in uniform registers, and all that follows from it
+  const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
@@ -44,15 +45,16 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const int64_t base = (ring_place.slot * params.heads + head) * params.capacity * kHeadDim;
   bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
   bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
-  const int held = static_cast<int>(ring_place.start < params.window - 1 ? ring_place.start : params.window - 1);
+  const int tokens_held = static_cast<int>(ring_place.start < params.window - 1 ? ring_place.start : params.window - 1);
   const int edge = static_cast<int>(ring_place.start % params.capacity);
-  const Ring ring = {ring_k, ring_v, -held, edge, params.capacity};
-  const int ring_tiles = valid > 0 ? (held + kTileKeys - 1) / kTileKeys : 0;
+  Ring ring(params.ring_k, params.ring_v, base, -tokens_held, edge, params.capacity, lane);
+  ring.hold();
+  const int ring_tiles = valid > 0 ? (tokens_held + kTileKeys - 1) / kTileKeys : 0;
   const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
 
   // One group of copies for each tile of this warp, also where there is none, so that their number says what is there.
   const auto copy = [&](int index) {
-    if (index < ring_tiles) ring.copy(slots[index % (WARPS * DEPTH)], index, lane);
+    if (index < ring_tiles) ring.copy(slots[index % (WARPS * DEPTH)], index);
     copy_async_commit();
   };
 #pragma unroll

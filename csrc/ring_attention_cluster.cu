@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   const RingPlace place = guess_place(params, row);  // by now no guess
 
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
-  const int held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
-  const int lowest = max(-held, first - params.window + 1);
-  const Ring ring = {static_cast<const bf16*>(params.ring_k) + base, static_cast<const bf16*>(params.ring_v) + base,
-                     lowest, static_cast<int>(place.start % params.capacity), params.capacity};
+  const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
+  const int lowest = max(-tokens_held, first - params.window + 1);
+  const Ring ring(params.ring_k, params.ring_v, base, lowest, static_cast<int>(place.start % params.capacity),
+                  params.capacity, lane);
   const int ring_tiles = lowest < 0 ? (-lowest + kTileKeys - 1) / kTileKeys : 0;
   for (int i = warp; i < ring_tiles; i += kWarps)
-    ring.copy(slots[i], i, lane);
+    ring.copy(slots[i], i);
 
   // The chunk: a thread brings the same piece of several tokens.
   constexpr int kRows = kThreads / kPieces;  // tokens that all threads bring at once

@@ -7,8 +7,12 @@ namespace moss {
 // Starts a copy, or of zeros unless `wanted`; nothing is read then.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool wanted) {
   asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(wanted ? 16 : 0)
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.s32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global), "r"(static_cast<int>(wanted))
       : "memory");
 }
 

@@ -48,8 +48,8 @@ __device__ __forceinline__ int value_key(int i, int quarter) { return 2 * quarte
 struct KeySlot {
   uint4 key[kTileKeys][kPieces], value[kTileKeys][kPieces];
 
-  static __device__ __forceinline__ int key_piece(int key, int piece) { return piece ^ key % 2 * 4; }
-  static __device__ __forceinline__ int value_piece(int key, int piece) { return piece ^ (key & 6); }
+  static constexpr __device__ __forceinline__ int key_piece(int key, int piece) { return piece ^ key % 2 * 4; }
+  static constexpr __device__ __forceinline__ int value_piece(int key, int piece) { return piece ^ (key & 6); }
   __device__ __forceinline__ void load(KeyTile& tile, int group, int quarter) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -60,20 +60,49 @@ struct KeySlot {
   }
 };
 
-// The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1.
-struct Ring {
-  const bf16 *keys, *values;
-  int first, edge, capacity;  // edge: position of token 0
+// Keeps the compiler from working a value out anew where it is used, or an address from what it has in common with
+// another one.
+template <typename T>
+__device__ __forceinline__ T held(T value) {
+  if constexpr (sizeof(T) == 8)
+    asm("" : "+l"(value));
+  else
+    asm("" : "+r"(value));
+  return value;
+}
 
+// The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1. A
+// thread copies the same piece of keys `key`, `key` + 4, .. of each tile.
+struct Ring {
+  int first, edge, capacity;  // edge: position of token 0
+  int key;
+  const bf16 *keys, *values;   // this piece of position 0
+  int key_place, value_place;  // in a KeySlot, of key `key`
+
+  __device__ __forceinline__ Ring(const void* ring_k, const void* ring_v, int64_t base, int first, int edge,
+                                  int capacity, int lane)
+      : first(first), edge(edge), capacity(capacity), key(lane / kPieces) {
+    const int piece = lane % kPieces;
+    keys = static_cast<const bf16*>(ring_k) + base + 8 * piece;
+    values = static_cast<const bf16*>(ring_v) + base + 8 * piece;
+    key_place = key * kPieces + KeySlot::key_piece(key, piece);
+    value_place = key * kPieces + KeySlot::value_piece(key, piece);
+  }
+  // For copies in a loop.
+  __device__ __forceinline__ void hold() {
+    keys = held(keys), values = held(values);
+    key_place = held(key_place), value_place = held(value_place);
+  }
   // Starts the copies of a tile by one warp.
-  __device__ __forceinline__ void copy(KeySlot& slot, int index, int lane) const {
+  __device__ __forceinline__ void copy(KeySlot& slot, int index) const {
+    const int token = first + index * kTileKeys + key, position = edge + token;
 #pragma unroll
-    for (int i = 0; i < kTileKeys / 4; ++i) {
-      const int key = 4 * i + lane / kPieces, piece = lane % kPieces;
-      const int token = first + index * kTileKeys + key, position = edge + token;
-      const unsigned place = (position < 0 ? position + capacity : position) * kHeadDim + 8 * piece;
-      copy_async(&slot.key[key][KeySlot::key_piece(key, piece)], keys + place, token < 0);
-      copy_async(&slot.value[key][KeySlot::value_piece(key, piece)], values + place, token < 0);
+    for (int i = 0; i < kTileKeys; i += 4) {
+      // A position below 0, as unsigned, is beyond all others.
+      const unsigned place = min(static_cast<unsigned>(position + i), static_cast<unsigned>(position + i + capacity));
+      static_assert(KeySlot::key_piece(4, 0) == 0 && KeySlot::value_piece(4, 0) == 4);
+      copy_async(slot.key[i] + key_place, keys + place * kHeadDim, token < -i);
+      copy_async(slot.value[i] + (value_place ^ i % 8), values + place * kHeadDim, token < -i);
     }
   }
 };
