@@ -5,6 +5,7 @@
 // partial softmaxes are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are
 // written.
 #include <algorithm>
+#include <type_traits>
 
 #include "checks.h"
 #include "device/ring_attention.cuh"
@@ -19,14 +20,117 @@ constexpr int kShortTokens = 32;       // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 constexpr int kMultiprocessors = 132;
 
-// QUERY_TILES: of 16 tokens. DEPTH: tiles of a warp that are on their way at once. BLOCKS: on a multiprocessor.
-template <int QUERY_TILES, int WARPS, int DEPTH, int BLOCKS>
+// The chunk of one head, rotated, in shared memory; pieces are permuted. A thread has the same piece of several tokens.
+template <int QUERY_TILES, int THREADS>
+struct Chunk {
+  static constexpr int kTokens = QUERY_TILES * kTileQueries, kRows = THREADS / kPieces, kItems = kTokens / kRows;
+  static_assert(kTokens % kRows == 0);
+  uint4 query[kTokens][kPieces];
+  KeySlot tile[QUERY_TILES];
+
+  // `wait`: for the kernel that writes `qkv`. All loads of a thread are on their way before the first is used.
+  template <typename Wait>
+  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, Wait wait) {
+    const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
+    const int64_t place = row * params.tokens;
+    const bf16* const qkv = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
+    const float* const cos_sin = params.cos_sin + place * kHeadDim + 8 * piece;
+    Angles angles[kItems] = {};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (const int token = first + i * kRows; token < valid) angles[i].load(cos_sin + token * kHeadDim);
+    wait();
+    uint4 inputs[kItems][3] = {};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+#pragma unroll
+      for (int part = 0; part < 3; ++part)
+        if (const int token = first + i * kRows; token < valid)
+          inputs[i][part] = load_weights(qkv + (token * 3 + part) * width);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int token = first + i * kRows, key = token % kTileKeys;
+      KeySlot& slot = tile[token / kTileKeys];
+      query[token][KeySlot::key_piece(token, piece)] = angles[i].rotated(inputs[i][0]);
+      slot.key[key][KeySlot::key_piece(key, piece)] = angles[i].rotated(inputs[i][1]);
+      slot.value[key][KeySlot::value_piece(key, piece)] = inputs[i][2];
+    }
+  }
+  __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = index * kTileQueries + i / 2 * 8 + group;
+      q[i / 2][i % 2] = query[token][KeySlot::key_piece(token, i % 2 * 4 + quarter)];
+    }
+  }
+  // Of an oversized chunk the last tokens stay; the others would be written to the same places.
+  __device__ __forceinline__ void write(bf16* ring_k, bf16* ring_v, int edge, int capacity, int valid) const {
+    const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int token = first + i * kRows, key = token % kTileKeys;
+      if (token < valid - capacity || token >= valid) continue;
+      const KeySlot& slot = tile[token / kTileKeys];
+      const int64_t place = static_cast<int64_t>((edge + token) % capacity) * kHeadDim + 8 * piece;
+      *reinterpret_cast<uint4*>(ring_k + place) = slot.key[key][KeySlot::key_piece(key, piece)];
+      *reinterpret_cast<uint4*>(ring_v + place) = slot.value[key][KeySlot::value_piece(key, piece)];
+    }
+  }
+};
+
+// What each warp found for all queries, in shared memory; its results of 16 queries each lie where its first tiles
+// were.
+template <int QUERY_TILES, int WARPS>
+struct Partials {
+  float2 (&sums)[WARPS][QUERY_TILES * kTileQueries];  // highest score and total of the weights
+  KeySlot* slots;
+
+  __device__ __forceinline__ float4& result(int warp, int token, int part) const {
+    static_assert(sizeof(KeySlot) == kTileQueries * kHeadDim * sizeof(float));
+    return reinterpret_cast<float4*>(slots + token / kTileQueries * WARPS +
+                                     warp)[result_place(token % kTileQueries, part)];
+  }
+  __device__ __forceinline__ void put(const Softmax& softmax, int warp, int query, int valid, int group, int quarter) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float total = softmax.total[h];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const int token = query + group + 8 * h;
+      if (token >= valid) continue;
+      if (quarter == 0) sums[warp][token] = {softmax.highest[h], total};
+#pragma unroll
+      for (int d = 0; d < 4; ++d)
+        result(warp, token, 4 * quarter + d) = {
+            softmax.result[d % 2 * 4][2 * h + d / 2], softmax.result[d % 2 * 4 + 1][2 * h + d / 2],
+            softmax.result[d % 2 * 4 + 2][2 * h + d / 2], softmax.result[d % 2 * 4 + 3][2 * h + d / 2]};
+    }
+  }
+  __device__ __forceinline__ float4 merged(int token, int part) const {
+    float highest = kLowest, total = 0.0f;
+    float4 y = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w)
+      highest = fmaxf(highest, sums[w][token].x);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float weight = exp2_approx(sums[w][token].x - highest);
+      const float4 x = result(w, token, part);
+      total += weight * sums[w][token].y;
+      y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
+    }
+    const float factor = 1.0f / total;
+    return {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
+  }
+};
+
+// QUERY_TILES: of 16 tokens. STEP: tiles of keys that a warp weighs together. STAGES: steps of a warp that are on their
+// way at once. BLOCKS: on a multiprocessor.
+template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
-  constexpr int kTokens = QUERY_TILES * kTileQueries, kThreads = 32 * WARPS;
   extern __shared__ KeySlot slots[];
-  __shared__ uint4 queries[kTokens][kPieces];
-  __shared__ KeySlot own[QUERY_TILES];     // keys and values of the chunk
-  __shared__ float2 sums[WARPS][kTokens];  // highest score and total of the weights
+  __shared__ Chunk<QUERY_TILES, 32 * WARPS> chunk;
+  __shared__ float2 sums[WARPS][QUERY_TILES * kTileQueries];
 
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
@@ -40,145 +144,110 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
     cudaGridDependencySynchronize();
   }
   const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
-  const RingPlace ring_place = guess_place(params, row);  // by now no guess
+  const RingPlace place = guess_place(params, row);  // by now no guess
 
-  const int64_t base = (ring_place.slot * params.heads + head) * params.capacity * kHeadDim;
-  bf16* const ring_k = static_cast<bf16*>(params.ring_k) + base;
-  bf16* const ring_v = static_cast<bf16*>(params.ring_v) + base;
-  const int tokens_held = static_cast<int>(ring_place.start < params.window - 1 ? ring_place.start : params.window - 1);
-  const int edge = static_cast<int>(ring_place.start % params.capacity);
+  const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
+  const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
+  const int edge = static_cast<int>(place.start % params.capacity);
   Ring ring(params.ring_k, params.ring_v, base, -tokens_held, edge, params.capacity, lane);
   ring.hold();
   const int ring_tiles = valid > 0 ? (tokens_held + kTileKeys - 1) / kTileKeys : 0;
   const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
 
-  // One group of copies for each tile of this warp, also where there is none, so that their number says what is there.
-  const auto copy = [&](int index) {
-    if (index < ring_tiles) ring.copy(slots[index % (WARPS * DEPTH)], index);
+  // One group of copies for each step of this warp, also where there is none, so that their number says what is there.
+  constexpr int kAhead = WARPS * STEP * STAGES;
+  const auto slot_of = [&](int tile) { return slots + tile % kAhead; };
+  const auto copy = [&](int first) {
+#pragma unroll
+    for (int n = 0; n < STEP; ++n)
+      if (const int tile = first + n * WARPS; tile < ring_tiles) ring.copy(*slot_of(tile), tile);
     copy_async_commit();
   };
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i)
-    copy(warp + i * WARPS);
-
-  // The chunk: a thread brings the same piece of several tokens, all that it brings at once.
-  constexpr int kRows = kThreads / kPieces, kItems = (kTokens + kRows - 1) / kRows;
-  const int thread_row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
-  const int64_t first = row * params.tokens;
-  const bf16* const source = static_cast<const bf16*>(params.qkv) + first * 3 * width + head * kHeadDim + 8 * piece;
-  const float* const cos_sin = params.cos_sin + first * kHeadDim + 8 * piece;
-  Angles angles[kItems] = {};
-#pragma unroll
-  for (int i = 0; i < kItems; ++i)
-    if (const int token = thread_row + i * kRows; token < valid) angles[i].load(cos_sin + token * kHeadDim);
-  if (early) {
-    prefetch_ring(params, ring_place, head);
+  for (int i = 0; i < STAGES; ++i)
+    copy(warp + i * WARPS * STEP);
+  chunk.load(params, row, head, valid, [&] {
+    if (!early) return;
+    prefetch_ring(params, place, head);
     cudaGridDependencySynchronize();
-  }
-  uint4 inputs[kItems][3] = {};  // loaded as weights are, so that all are on their way before the first is used
-#pragma unroll
-  for (int i = 0; i < kItems; ++i)
-#pragma unroll
-    for (int part = 0; part < 3; ++part)
-      if (const int token = thread_row + i * kRows; token < valid)
-        inputs[i][part] = load_weights(source + (token * 3 + part) * width);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int token = thread_row + i * kRows, key = token % kTileKeys;
-    if (kTokens % kRows && token >= kTokens) break;
-    KeySlot& slot = own[token / kTileKeys];
-    queries[token][KeySlot::key_piece(token, piece)] = angles[i].rotated(inputs[i][0]);
-    slot.key[key][KeySlot::key_piece(key, piece)] = angles[i].rotated(inputs[i][1]);
-    slot.value[key][KeySlot::value_piece(key, piece)] = inputs[i][2];
-  }
+  });
   __syncthreads();
 
+  // `taken`: called when the tiles are no longer needed in shared memory.
   Softmax softmax[QUERY_TILES];
-#pragma unroll 1
-  for (int index = warp; index < tiles; index += WARPS) {
-    const bool in_chunk = index >= ring_tiles;
-    const int key = in_chunk ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
-    KeyTile tile;
-    copy_async_wait<DEPTH - 1>();
-    __syncwarp();
-    (in_chunk ? own[index - ring_tiles] : slots[index % (WARPS * DEPTH)]).load(tile, group, quarter);
-    __syncwarp();
-    copy(index + WARPS * DEPTH);
+  const auto attend = [&](auto count, int first, auto taken) {
+    constexpr int kCount = decltype(count)::value;
+    float score[QUERY_TILES][kCount][2][4] = {};
+    KeyTile tile[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int index = first + n * WARPS;
+      (index < ring_tiles ? *slot_of(index) : chunk.tile[index - ring_tiles]).load(tile[n], group, quarter);
+    }
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
-      float score[1][2][4] = {};
       uint4 q[2][2];
+      chunk.queries(q, i, group, quarter);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        q[j / 2][j % 2] = queries[i * kTileQueries + j / 2 * 8 + group][KeySlot::key_piece(group, j % 2 * 4 + quarter)];
-      Softmax::multiply(score[0], tile, q);
-      const TileSight sight[] = {{key, in_chunk ? valid : 0, i * kTileQueries, params.window}};
-      softmax[i].weigh(score, sight, i * kTileQueries, params.window, params.scale);
-      softmax[i].gather(score[0], tile);
+      for (int n = 0; n < kCount; ++n)
+        Softmax::multiply(score[i][n], tile[n], q);
     }
+    taken();
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int index = first + n * WARPS;
+      const bool own = index >= ring_tiles;
+      const int key = own ? (index - ring_tiles) * kTileKeys : ring.first + index * kTileKeys;
+#pragma unroll
+      for (int i = 0; i < QUERY_TILES; ++i) {
+        const TileSight sight(key, own ? valid : 0, i * kTileQueries, params.window);
+        Softmax::mask(score[i][n], sight, i * kTileQueries, params.window);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES; ++i)
+      softmax[i].weigh(score[i], params.scale);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int i = 0; i < QUERY_TILES; ++i)
+        softmax[i].gather(score[i][n], tile[n]);
+  };
+  int first = warp;
+#pragma unroll 1
+  for (; first + (STEP - 1) * WARPS < tiles; first += STEP * WARPS) {
+    copy_async_wait<STAGES - 1>();
+    __syncwarp();
+    attend(std::integral_constant<int, STEP>{}, first, [&] {
+      __syncwarp();
+      copy(first + kAhead);
+    });
   }
+  copy_async_wait<0>();
+  __syncwarp();
+  if constexpr (STEP > 1)  // what is left is less than a step
+#pragma unroll 1
+    for (; first < tiles; first += WARPS)
+      attend(std::integral_constant<int, 1>{}, first, [] {});
 
-  // A warp's result of 16 queries lies where its first tile was.
-  static_assert(sizeof(KeySlot) == kTileQueries * kHeadDim * sizeof(float));
-  const auto partial = [&](int of) { return reinterpret_cast<float4*>(slots + of); };
+  static_assert(QUERY_TILES <= STEP * STAGES);
+  Partials<QUERY_TILES, WARPS> partials = {sums, slots};
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < QUERY_TILES; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float& total = softmax[i].total[h];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
-      const int local = group + 8 * h, token = i * kTileQueries + local;
-      if (quarter == 0) sums[warp][token] = {softmax[i].highest[h], total};
-      if (token < valid) {
-        const auto& result = softmax[i].result;
-#pragma unroll
-        for (int d = 0; d < 4; ++d)
-          partial(warp)[result_place(local, 4 * quarter + d)] = {
-              result[d % 2 * 4][2 * h + d / 2], result[d % 2 * 4 + 1][2 * h + d / 2],
-              result[d % 2 * 4 + 2][2 * h + d / 2], result[d % 2 * 4 + 3][2 * h + d / 2]};
-      }
-    }
-    __syncthreads();
-    for (int item = threadIdx.x; item < kTileQueries * kHeadDim / 4; item += kThreads) {
-      const int local = item / (kHeadDim / 4), part = item % (kHeadDim / 4), token = i * kTileQueries + local;
-      if (token >= params.tokens) break;
-      float4 y = {};
-      if (token < valid) {
-        float highest = kLowest, total = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w)
-          highest = fmaxf(highest, sums[w][token].x);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          const float weight = exp2_approx(sums[w][token].x - highest);
-          const float4 x = partial(w)[result_place(local, part)];
-          total += weight * sums[w][token].y;
-          y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
-        }
-        const float factor = 1.0f / total;
-        y = {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
-      }
-      const int64_t place = (row * params.tokens + token) * params.heads + head;
-      *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + place * kHeadDim + 4 * part) = {pack_bf16(y.x, y.y),
-                                                                                                 pack_bf16(y.z, y.w)};
-    }
-    if (i + 1 < QUERY_TILES) __syncthreads();
+  for (int i = 0; i < QUERY_TILES; ++i)
+    partials.put(softmax[i], warp, i * kTileQueries, valid, group, quarter);
+  __syncthreads();
+  const int64_t target = (row * params.tokens * params.heads + head) * kHeadDim;
+#pragma unroll 2
+  for (int item = threadIdx.x; item < params.tokens * (kHeadDim / 4); item += 32 * WARPS) {
+    const int token = item / (kHeadDim / 4), part = item % (kHeadDim / 4);
+    const float4 y = partials.merged(token, part);  // of tokens beyond `valid` nothing is known
+    *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + target + token * params.heads * kHeadDim + 4 * part) =
+        token < valid ? uint2{pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)} : uint2{};
   }
-
-  if (!params.write) return;
-  // Of an oversized chunk the last tokens stay; the others would be written to the same places.
-  const int oldest = valid > params.capacity ? valid - params.capacity : 0;
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int token = thread_row + i * kRows, key = token % kTileKeys;
-    if (token < oldest || token >= valid) continue;
-    const KeySlot& slot = own[token / kTileKeys];
-    const int64_t place = static_cast<int64_t>((edge + token) % params.capacity) * kHeadDim + 8 * piece;
-    *reinterpret_cast<uint4*>(ring_k + place) = slot.key[key][KeySlot::key_piece(key, piece)];
-    *reinterpret_cast<uint4*>(ring_v + place) = slot.value[key][KeySlot::value_piece(key, piece)];
-  }
+  if (params.write)
+    chunk.write(static_cast<bf16*>(params.ring_k) + base, static_cast<bf16*>(params.ring_v) + base, edge,
+                params.capacity, valid);
 }
 
 MossStatus check(const RingAttentionParams& params) {
@@ -205,11 +274,11 @@ MossStatus check(const RingAttentionParams& params) {
   return status;
 }
 
-template <int QUERY_TILES, int WARPS, int DEPTH, int BLOCKS>
+template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS>
 MossStatus launch(const RingAttentionParams& params) {
-  auto* kernel = ring_attention_kernel<QUERY_TILES, WARPS, DEPTH, BLOCKS>;
+  auto* kernel = ring_attention_kernel<QUERY_TILES, WARPS, STEP, STAGES, BLOCKS>;
   const int tiles = (params.window + kTileKeys - 2) / kTileKeys;
-  const int shared = std::clamp(tiles, WARPS, WARPS * DEPTH) * static_cast<int>(sizeof(KeySlot));
+  const int shared = std::clamp(tiles, WARPS * QUERY_TILES, WARPS * STEP * STAGES) * static_cast<int>(sizeof(KeySlot));
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
@@ -217,12 +286,13 @@ MossStatus launch(const RingAttentionParams& params) {
 }
 
 // Small blocks, several of them on a multiprocessor: while some wait for what depends on the slot, others read. Where
-// not all blocks run at once they are smaller still, so that more of them do.
+// not all blocks run at once they are smaller still, so that more of them do; where few are, all have more on its way.
 MossStatus dispatch(const RingAttentionParams& params) {
   const int64_t count = static_cast<int64_t>(params.batch) * params.heads;
-  if (params.tokens <= kTileQueries)
-    return count <= 4 * kMultiprocessors ? launch<1, 4, 3, 4>(params) : launch<1, 2, 2, 8>(params);
-  return count <= 3 * kMultiprocessors ? launch<2, 4, 3, 3>(params) : launch<2, 2, 2, 6>(params);
+  if (params.tokens > kTileQueries)
+    return count <= 3 * kMultiprocessors ? launch<2, 4, 2, 1, 3>(params) : launch<2, 2, 2, 1, 6>(params);
+  if (count <= 3 * kMultiprocessors) return launch<1, 4, 2, 2, 3>(params);
+  return count <= 4 * kMultiprocessors ? launch<1, 4, 2, 1, 4>(params) : launch<1, 2, 2, 1, 8>(params);
 }
 
 }  // namespace

@@ -142,7 +142,10 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
       slot_of(i).load(tile, group, quarter);
       Softmax::multiply(score[i], tile, q);
     }
-    softmax.weigh(score, sight, query_token, params.window, params.scale);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      Softmax::mask(score[i], sight[i], query_token, params.window);
+    softmax.weigh(score, params.scale);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       KeyTile tile;

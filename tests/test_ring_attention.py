@@ -111,7 +111,8 @@ def test_write_follows_the_attention(capacity):
 @pytest.mark.parametrize(
     ("heads", "tokens"),
     [(2, tokens) for tokens in (1, 2, 15, 16, 17, 30, 32, 40, 256, 257, 480)]
-    + [(heads, tokens) for heads in (40, 80) for tokens in (1, 15, 17, 32, 40)],
+    + [(heads, tokens) for heads in (40, 80) for tokens in (1, 15, 17, 32, 40)]
+    + [(60, 15), (100, 1), (100, 16)],
 )
 @pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33), (417, 417), (420, 418)])
 def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):

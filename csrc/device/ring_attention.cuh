@@ -127,7 +127,7 @@ struct Softmax {
   float total[2] = {};            // of this thread's keys alone
   float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
-  // Scores of a tile's keys, to be handed to `weigh`.
+  // Scores of a tile's keys, to be handed to `mask` and `weigh`.
   static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -135,24 +135,23 @@ struct Softmax {
       for (int j = 0; j < 2; ++j)
         mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
   }
-  // Makes weights of the scores of N tiles, to be handed to `gather` before the next ones. `query`: the first token.
-  template <int N>
-  __device__ __forceinline__ void weigh(float (&score)[N][2][4], const TileSight (&sight)[N], int query, int window,
-                                        float scale) {
+  // Leaves the scores of a tile that count. `query`: the first token.
+  static __device__ __forceinline__ void mask(float (&score)[2][4], const TileSight& sight, int query, int window) {
+    if (sight.whole) return;
     const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        score[n][i / 4][i % 4] *= scale;
-      if (sight[n].whole) continue;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int token = sight[n].first + value_key(i / 4 * 2 + i % 2, quarter);
-        const int ahead = query + group + i % 4 / 2 * 8 - token;
-        if (token >= sight[n].end || ahead < 0 || ahead >= window) score[n][i / 4][i % 4] = -INFINITY;
-      }
+    for (int i = 0; i < 8; ++i) {
+      const int token = sight.first + value_key(i / 4 * 2 + i % 2, quarter);
+      const int ahead = query + group + i % 4 / 2 * 8 - token;
+      if (token >= sight.end || ahead < 0 || ahead >= window) score[i / 4][i % 4] = -INFINITY;
     }
+  }
+  // Makes weights of the scores of N tiles, to be handed to `gather` before the next ones.
+  template <int N>
+  __device__ __forceinline__ void weigh(float (&score)[N][2][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 8 * N; ++i)
+      score[i / 8][i / 4 % 2][i % 4] *= scale;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float highest_now = highest[h];
