@@ -11,10 +11,9 @@
 #include <algorithm>
 
 #include "checks.h"
-#include "device/mma.cuh"
 #include "device/rotate.cuh"
 #include "device/tile_product.cuh"
-#include "device/wgmma_registers.cuh"
+#include "device/warpgroup_attention.cuh"
 #include "launch.h"
 #include "ring_attention.h"
 #include "tensor_map.h"
@@ -25,20 +24,15 @@ namespace {
 using bf16 = __nv_bfloat16;
 
 constexpr char kOp[] = "ring_attention";
-constexpr int kHeadDim = 64, kRowBytes = kHeadDim * 2, kPieces = kRowBytes / 16;
-constexpr int kTile = 64;  // queries of a consumer; keys of a stage
+constexpr int kPieces = kRowBytes / 16;
 constexpr int kConsumers = 4, kFinishers = 3;
 constexpr int kStages = 12, kTileBytes = kTile * kRowBytes, kStageBytes = 2 * kTileBytes;
 // Registers of a thread; together those that the block has at its start, 96 each.
 constexpr int kConsumerRegisters = 104, kProducerRegisters = 64;
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 96);
-// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
-constexpr float kLowest = -3.0e38f;
-// How much a score may exceed its row's reference, so that a weight is 2^8, before the result is scaled anew.
-constexpr float kSlack = 8.0f;
 
 constexpr int kBoxes[] = {kTile, 16, 1};  // rows of one copy
-constexpr int kNever = 1 << 30;        // later than any token
+constexpr int kNever = 1 << 30;           // later than any token
 
 struct Arguments : RingAttentionParams {
   CUtensorMap chunk[3], keys[3], values[3];  // by kBoxes
@@ -273,8 +267,8 @@ __device__ __forceinline__ void consumer_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
 }
 
-// Rotated queries of a consumer, of which one at least is valid, to shared memory; the last valid one takes the place of
-// those beyond it. All loads are on their way before the first is used.
+// Rotated queries of a consumer, of which one at least is valid, to shared memory; the last valid one takes the place
+// of those beyond it. All loads are on their way before the first is used.
 __device__ __forceinline__ void load_queries(const Arguments& arguments, const Item& item, int head, int first,
                                              uint32_t tile) {
   constexpr int kTurns = kTile * kPieces / 128;
@@ -297,89 +291,6 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, const I
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   consumer_sync();
 }
-
-// Of a tile's rows those of this thread are this and the eighth on.
-__device__ __forceinline__ int row_in_tile() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-
-// What a thread of a consumer holds: of its rows r and r + 8 the scores of one tile and the result of all before.
-struct Attention {
-  float score[32], result[32];
-  float highest[2], total[2];  // the reference of the weights, not always the maximum; of this thread's keys alone
-
-  __device__ __forceinline__ void begin() {
-    highest[0] = highest[1] = kLowest;
-    total[0] = total[1] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) result[i] = 0.0f;
-  }
-
-  // The last KEYS of a tile.
-  template <int KEYS>
-  __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t tile) {
-    const uint32_t keys = tile + (kTile - KEYS) * (kRowBytes / 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 16; ++i)
-      wgmma_swizzled(reinterpret_cast<float (&)[KEYS / 2]>(score), queries + 2 * i, keys + 2 * i, i);
-    wgmma_commit();
-  }
-  template <int KEYS>
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[KEYS / 16][4], uint32_t tile) {
-    const uint32_t values = tile + (kTile - KEYS) * (kRowBytes / 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) wgmma_registers(result, weights[i], values + i * (16 * kRowBytes / 16));
-    wgmma_commit();
-  }
-
-  // `first`: query of row 0. `key`: the first of those that count. `oldest`: first token that exists.
-  template <int KEYS>
-  __device__ __forceinline__ void mask(int first, int key, int oldest, int window) {
-    key += 2 * (threadIdx.x % 4);
-    const int query = first + row_in_tile();
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) {
-      const int token = key + 8 * (i / 4) + i % 2, ahead = query + i / 2 % 2 * 8 - token;
-      if (ahead < 0 || ahead >= window || token < oldest) score[i] = -INFINITY;
-    }
-  }
-
-  // The reference follows the scores once these exceed it by more than kSlack.
-  template <int KEYS>
-  __device__ __forceinline__ void follow(float scale) {
-    float factor[2];
-    bool grown = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = score[2 * half];
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(score[i + 2 * half], score[i + 2 * half + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
-      const bool follows = top > highest[half] + kSlack;
-      factor[half] = follows ? exp2_approx(highest[half] - top) : 1.0f;
-      if (follows) highest[half] = top;
-      grown |= follows;
-    }
-    if (!__any_sync(0xffffffffu, grown)) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) total[half] *= factor[half];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) result[i] *= factor[i / 2 % 2];
-  }
-
-  template <int KEYS>
-  __device__ __forceinline__ void weigh(uint32_t (&weights)[KEYS / 16][4], float scale) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2) {
-      const int half = i / 2 % 2;
-      const float low = exp2_approx(fmaf(score[i], scale, -highest[half]));
-      const float high = exp2_approx(fmaf(score[i + 1], scale, -highest[half]));
-      total[half] += low + high;
-      weights[i / 8][i / 2 % 4] = pack_bf16(low, high);
-    }
-  }
-};
 
 __device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int head, int first,
                                       const Attention& attention) {

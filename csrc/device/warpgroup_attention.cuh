@@ -1,0 +1,101 @@
+// Attention of a warpgroup for 64 queries: what its threads hold in registers, and the tiles of 64 keys and values in
+// shared memory that are added to it.
+#pragma once
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "device/wgmma_registers.cuh"
+
+namespace moss {
+
+constexpr int kHeadDim = 64, kRowBytes = kHeadDim * 2;
+constexpr int kTile = 64;  // queries of a warpgroup; keys of a tile
+// Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
+constexpr float kLowest = -3.0e38f;
+// How much a score may exceed its row's reference, so that a weight is 2^8, before the result is scaled anew.
+constexpr float kSlack = 8.0f;
+
+// Of a tile's rows those of this thread are this and the eighth on.
+__device__ __forceinline__ int row_in_tile() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+// What a thread holds: of its rows r and r + 8 the scores of one tile and the result of all before.
+struct Attention {
+  float score[32], result[32];
+  float highest[2], total[2];  // the reference of the weights, not always the maximum; of this thread's keys alone
+
+  __device__ __forceinline__ void begin() {
+    highest[0] = highest[1] = kLowest;
+    total[0] = total[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) result[i] = 0.0f;
+  }
+
+  // The last KEYS of a tile.
+  template <int KEYS>
+  __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t tile) {
+    const uint32_t keys = tile + (kTile - KEYS) * (kRowBytes / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i)
+      wgmma_swizzled(reinterpret_cast<float (&)[KEYS / 2]>(score), queries + 2 * i, keys + 2 * i, i);
+    wgmma_commit();
+  }
+  template <int KEYS>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[KEYS / 16][4], uint32_t tile) {
+    const uint32_t values = tile + (kTile - KEYS) * (kRowBytes / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) wgmma_registers(result, weights[i], values + i * (16 * kRowBytes / 16));
+    wgmma_commit();
+  }
+
+  // `first`: query of row 0. `key`: the first of those that count. `oldest`: first token that exists.
+  template <int KEYS>
+  __device__ __forceinline__ void mask(int first, int key, int oldest, int window) {
+    key += 2 * (threadIdx.x % 4);
+    const int query = first + row_in_tile();
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int token = key + 8 * (i / 4) + i % 2, ahead = query + i / 2 % 2 * 8 - token;
+      if (ahead < 0 || ahead >= window || token < oldest) score[i] = -INFINITY;
+    }
+  }
+
+  // The reference follows the scores once these exceed it by more than kSlack.
+  template <int KEYS>
+  __device__ __forceinline__ void follow(float scale) {
+    float factor[2];
+    bool grown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = score[2 * half];
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(score[i + 2 * half], score[i + 2 * half + 1]));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
+      const bool follows = top > highest[half] + kSlack;
+      factor[half] = follows ? exp2_approx(highest[half] - top) : 1.0f;
+      if (follows) highest[half] = top;
+      grown |= follows;
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) total[half] *= factor[half];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) result[i] *= factor[i / 2 % 2];
+  }
+
+  template <int KEYS>
+  __device__ __forceinline__ void weigh(uint32_t (&weights)[KEYS / 16][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 2) {
+      const int half = i / 2 % 2;
+      const float low = exp2_approx(fmaf(score[i], scale, -highest[half]));
+      const float high = exp2_approx(fmaf(score[i + 1], scale, -highest[half]));
+      total[half] += low + high;
+      weights[i / 8][i / 2 % 4] = pack_bf16(low, high);
+    }
+  }
+};
+
+}  // namespace moss
