@@ -2,10 +2,10 @@
 //
 // A persistent block takes items: some heads of a row and some tiles of 64 queries, one for each of its consumers,
 // warpgroups that hold scores, weights and result in registers. A loader, one warp, has the keys and values that an
-// item sees copied into stages, 64 tokens at a time, counted from the chunk's first. Finishers, three warps, rotate the
-// chunk's own keys where they lie and clear what does not exist. Where a block has all queries of a head in turn they
-// also write the chunk into the ring: an item's tiles of the ring come first, and have arrived before those of the
-// chunk.
+// item sees copied into stages, 64 tokens at a time, counted from the chunk's first. Finishers, three warps with a
+// stage each, rotate the chunk's own keys where they lie and clear what does not exist. Where a block has all queries
+// of a head in turn they also write the chunk into the ring: an item's tiles of the ring come first, and have arrived
+// before those of the chunk.
 #include <cuda.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct Arguments : RingAttentionParams {
 
 // What a stage holds.
 struct alignas(16) Part {
-  int token, begin, end;  // the first token; those that exist
+  int token, begin, end;  // the first token; those that exist in the ring and in the chunk
   int source;             // its number in the batch; negative: it lies in the ring
   int ring, edge;         // rows of the head's ring and of token 0 in it
   int stored;             // first token that is written into the ring
@@ -69,7 +69,7 @@ struct Memory {
   __device__ __forceinline__ uint32_t queries(int consumer) const {
     return base + kStages * kStageBytes + consumer * kTileBytes;
   }
-  // Consumers may read; the loader may copy; copies have arrived.
+  // Consumers may read; the loader may copy, since consumers and finishers are done; copies have arrived.
   __device__ __forceinline__ uint32_t full(int stage) const { return queries(kConsumers) + 24 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t loaded(int stage) const { return full(stage) + 16; }
@@ -77,8 +77,8 @@ struct Memory {
 
   __device__ __forceinline__ void init_barriers(int consumers) const {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(full(stage), kFinishers);
-      barrier_init(empty(stage), 4 * consumers);
+      barrier_init(full(stage), 1);
+      barrier_init(empty(stage), 4 * consumers + kFinishers);
       barrier_init(loaded(stage), 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -88,23 +88,20 @@ struct Memory {
 struct Item {
   int row, head, heads, first;  // `first`: query
   int valid, held;
-  int64_t slot, start;
-  int begin, end;  // tiles of keys
+  int begin, end;  // tiles of keys, one at least, from which consumers learn what the item is
   int stored;      // first token that is written into the ring
 
-  __device__ __forceinline__ Item(const Arguments& arguments, int index) {
+  static __device__ __forceinline__ int row_of(const Arguments& arguments, int index) {
+    return index / arguments.query_groups / arguments.head_groups;
+  }
+  __device__ __forceinline__ Item(const Arguments& arguments, int index, int valid, int held)
+      : row(row_of(arguments, index)), valid(valid), held(held) {
     first = index % arguments.query_groups * arguments.item_tiles * kTile;
-    const int rest = index / arguments.query_groups;
-    head = rest % arguments.head_groups * arguments.item_heads;
-    row = rest / arguments.head_groups;
+    head = index / arguments.query_groups % arguments.head_groups * arguments.item_heads;
     heads = min(arguments.item_heads, arguments.heads - head);
-    valid = __ldcg(arguments.valid + row);
-    slot = __ldcg(arguments.slots + row);
-    start = __ldcg(arguments.offset + slot);
-    held = static_cast<int>(start < arguments.capacity ? start : arguments.capacity);
     const int beyond = first + arguments.item_tiles * kTile;
-    begin = max(first - arguments.window + 1, -held) >> 6;
-    end = first < valid ? ((min(beyond, valid) - 1) >> 6) + 1 : begin;
+    begin = (first < valid ? max(first - arguments.window + 1, -held) : first) >> 6;
+    end = max((min(beyond, valid) - 1) >> 6, begin) + 1;
     stored = kNever;
     if (arguments.write && first < valid && valid <= beyond) {
       stored = max(valid - arguments.capacity, 0);
@@ -159,17 +156,18 @@ struct Loader {
     cudaGridDependencySynchronize();
 #pragma unroll 1
     for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
-      const Item item(arguments, index);
-      const int edge = static_cast<int>(item.start % arguments.capacity);
-      const int ring_rows = static_cast<int>((item.slot * arguments.heads + item.head) * arguments.capacity);
+      const int row = Item::row_of(arguments, index), valid = __ldcg(arguments.valid + row);
+      const int64_t slot = __ldcg(arguments.slots + row), start = __ldcg(arguments.offset + slot);
+      const Item item(arguments, index, valid, static_cast<int>(min(start, int64_t{arguments.capacity})));
+      const int edge = static_cast<int>(start % arguments.capacity);
+      const int ring_rows = static_cast<int>((slot * arguments.heads + item.head) * arguments.capacity);
       int token = item.begin * kTile, head = 0;
 #pragma unroll 1
       for (int left = (item.end - item.begin) * item.heads; left > 0; --left, ring.advance()) {
-        const bool own = token >= 0;
         const Part part = {token,
-                           own ? 0 : -item.held,
-                           own ? item.valid : 0,
-                           own ? item.row * arguments.tokens + token : -1,
+                           -item.held,
+                           item.valid,
+                           token >= 0 ? item.row * arguments.tokens + token : -1,
                            ring_rows + head * arguments.capacity,
                            edge,
                            item.stored,
@@ -186,78 +184,105 @@ struct Loader {
   }
 };
 
-// Eight dimensions of a token and its angles, loaded.
+// Some dimensions of a token and their angles, loaded.
+template <int DIMS>
 struct Turn {
-  uint4 piece;
-  alignas(16) float angles[8];
+  Vector<bf16, DIMS> piece;
+  alignas(16) float angles[DIMS];
 
   __device__ __forceinline__ void load_angles(const float* from) {
-    reinterpret_cast<float4*>(angles)[0] = __ldcg(reinterpret_cast<const float4*>(from));
-    reinterpret_cast<float4*>(angles)[1] = __ldcg(reinterpret_cast<const float4*>(from) + 1);
+#pragma unroll
+    for (int i = 0; i < DIMS; i += 4)
+      *reinterpret_cast<float4*>(angles + i) = __ldcg(reinterpret_cast<const float4*>(from + i));
   }
-  __device__ __forceinline__ uint4 rotated() const {
-    uint4 x = piece;
-    reinterpret_cast<Vector<bf16, 8>&>(x) = rotate(reinterpret_cast<Vector<bf16, 8>&>(x), angles);
-    return x;
-  }
+  __device__ __forceinline__ Vector<bf16, DIMS> rotated() const { return rotate(piece, angles); }
 };
 
+// A warp that finishes every kFinishers-th stage, so that several wait for their angles at once.
 struct Finisher {
   const Arguments& arguments;
   Memory shared;
   Part (&parts)[kStages];
   int number, lane;
 
-  // COUNT rows of a part from `first` on, kStride apart, each by eight lanes. Beyond the tile there are none.
-  static constexpr int kRows = 32 / kPieces, kStride = kRows * kFinishers;
-  template <int COUNT>
-  __device__ __forceinline__ void finish(const Part& part, int first, int stage) const {
-    const int piece = lane % kPieces;
-    const bool own = part.source >= 0;
-    Turn turns[COUNT];
-    if (own) {
+  static constexpr int kRows = 32 / kPieces;  // of the warp at once, each by kPieces lanes
+  static_assert(kStages % kFinishers == 0);
+
+  // This lane's piece of a key; that of the value lies kTileBytes behind.
+  __device__ __forceinline__ uint4* place(int stage, int key) const {
+    const uint32_t address = shared.keys(stage) + key * kRowBytes + (lane % kPieces ^ key % 8) * 16;
+    return static_cast<uint4*>(__cvta_shared_to_generic(address));
+  }
+
+  __device__ __forceinline__ void clear_missing(const Part& part, int stage) const {
+    const int begin = part.begin - part.token, end = part.end - part.token;
+#pragma unroll 1
+    for (int key = lane / kPieces; key < kTile; key += kRows)
+      if (key < begin || key >= end) place(stage, key)[0] = place(stage, key)[kTileBytes / 16] = uint4{};
+  }
+
+  // Keys of the chunk, four dimensions a lane, since there are few registers. Keys that do not exist are turned by the
+  // last one's angles and cleared later.
+  __device__ __forceinline__ void turn_keys(const Part& part, int stage) const {
+    constexpr int kDims = 4, kRows = 32 * kDims / kHeadDim;
+    constexpr int kAhead = 8;  // rounds of kRows keys whose angles are on their way
+    const int row = lane / 16, dim = lane % 16 * kDims, last = min(part.end - part.token, kTile) - 1;
+    const float* angles = arguments.cos_sin + static_cast<int64_t>(part.source) * kHeadDim + dim;
+    const uint32_t place = shared.keys(stage) + row * kRowBytes, offset = (dim * 2) ^ row * 16;
+    Turn<kDims> turns[kAhead];
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
-        const int key = min(min(first + i * kStride, kTile - 1), part.end - 1 - part.token);
-        turns[i].load_angles(arguments.cos_sin + static_cast<int64_t>(part.source + key) * kHeadDim + 8 * piece);
+    for (int i = 0; i < kAhead; ++i) turns[i].load_angles(angles + min(row + i * kRows, last) * kHeadDim);
+#pragma unroll 1
+    for (int first = 0; first < kTile; first += kAhead * kRows) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const uint32_t address = place + (first + i * kRows) * kRowBytes + (offset ^ i * kRows % 8 * 16);
+        auto* const at = static_cast<Vector<bf16, kDims>*>(__cvta_shared_to_generic(address));
+        turns[i].piece = *at;
+        *at = turns[i].rotated();
+        turns[i].load_angles(angles + min(row + first + (i + kAhead) * kRows, last) * kHeadDim);
+        __syncwarp();  // so that the loads are not put off to the end of the loop
       }
     }
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int key = first + i * kStride;
-      if (key >= kTile) continue;
-      const uint32_t address = shared.keys(stage) + key * kRowBytes + (piece ^ key % 8) * 16;
-      uint4* place = static_cast<uint4*>(__cvta_shared_to_generic(address));
-      if (!part.exists(key)) {
-        place[0] = place[kTileBytes / 16] = uint4{};
-      } else if (own) {
-        turns[i].piece = *place;
-        const uint4 k = *place = turns[i].rotated();
-        if (part.token + key < part.stored) continue;
-        const int ring = part.ring + (part.edge + part.token + key) % arguments.capacity;
-        const int64_t target = static_cast<int64_t>(ring) * kHeadDim + 8 * piece;
-        *reinterpret_cast<uint4*>(static_cast<bf16*>(arguments.ring_k) + target) = k;
-        *reinterpret_cast<uint4*>(static_cast<bf16*>(arguments.ring_v) + target) = place[kTileBytes / 16];
-      }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void write_ring(const Part& part, int stage) const {
+    const int first = (part.edge + part.token) % arguments.capacity, capacity = arguments.capacity;
+    const int begin = part.stored - part.token, end = min(part.end - part.token, kTile);
+    const int64_t ring = static_cast<int64_t>(part.ring) * kHeadDim + 8 * (lane % kPieces);
+    bf16* const ring_k = static_cast<bf16*>(arguments.ring_k) + ring;
+    bf16* const ring_v = static_cast<bf16*>(arguments.ring_v) + ring;
+#pragma unroll 2
+    for (int key = lane / kPieces; key < end; key += kRows) {
+      if (key < begin) continue;
+      int row = first + key;
+      while (row >= capacity) row -= capacity;
+      *reinterpret_cast<uint4*>(ring_k + static_cast<int64_t>(row) * kHeadDim) = place(stage, key)[0];
+      *reinterpret_cast<uint4*>(ring_v + static_cast<int64_t>(row) * kHeadDim) = place(stage, key)[kTileBytes / 16];
     }
   }
 
+  __device__ __forceinline__ void finish(const Part& part, int stage) const {
+    const bool own = part.source >= 0, whole = part.exists(0) && part.exists(kTile - 1);
+    if (own && part.exists(0)) turn_keys(part, stage);
+    if (!whole) clear_missing(part, stage);
+    if (own || !whole) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.full(stage));
+    if (own && part.stored != kNever) write_ring(part, stage);
+  }
+
+  // Every finisher waits for every stage: what is written takes the place of keys that must have arrived.
   __device__ __forceinline__ void run() const {
-    constexpr int kCount = 3;
     Ring<kStages> ring;
 #pragma unroll 1
     for (;; ring.advance()) {
       barrier_wait(shared.loaded(ring.stage), ring.parity);
-      const Part part = parts[ring.stage];
-      if (part.done) return;
-      if (part.source >= 0 || !part.exists(0)) {
-#pragma unroll 1
-        for (int first = number * kRows + lane / kPieces; first < kTile; first += kCount * kStride)
-          finish<kCount>(part, first, ring.stage);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncwarp();
-      }
-      if (lane == 0) barrier_arrive(shared.full(ring.stage));
+      if (parts[ring.stage].done) return;
+      if (ring.stage % kFinishers == number) finish(parts[ring.stage], ring.stage);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared.empty(ring.stage));
     }
   }
 };
@@ -273,20 +298,20 @@ __device__ __forceinline__ void load_queries(const Arguments& arguments, const I
                                              uint32_t tile) {
   constexpr int kTurns = kTile * kPieces / 128;
   const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces;
-  Turn turns[kTurns];
+  Turn<8> turns[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int token = min(first + row + i * 128 / kPieces, item.valid - 1);
     const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
     const bf16* q = static_cast<const bf16*>(arguments.qkv) + place * 3 * arguments.heads * kHeadDim + head * kHeadDim;
-    turns[i].piece = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
+    reinterpret_cast<uint4&>(turns[i].piece) = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
     turns[i].load_angles(arguments.cos_sin + place * kHeadDim + 8 * piece);
   }
   consumer_sync();
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const uint32_t address = tile + (row + i * 128 / kPieces) * kRowBytes + (piece ^ row % 8) * 16;
-    *static_cast<uint4*>(__cvta_shared_to_generic(address)) = turns[i].rotated();
+    *static_cast<Vector<bf16, 8>*>(__cvta_shared_to_generic(address)) = turns[i].rotated();
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   consumer_sync();
@@ -332,12 +357,15 @@ __device__ __forceinline__ void store_zeros(const Arguments& arguments, const It
 struct Consumer {
   const Arguments& arguments;
   Memory shared;
-  Ring<kStages> ring;
+  const Part (&parts)[kStages];
+  // Descriptor of the memory's first byte; so that it is not worked out anew for each product.
+  const uint32_t base = __shfl_sync(0xffffffffu, swizzled_descriptor(shared.base), 0);
+  Ring<kStages> ring = {};
   int item_heads = 0;
 
   // Of the keys in a stage. Eight rows of values follow eight others as far on as eight rows of keys.
   __device__ __forceinline__ uint32_t tile_descriptor(int stage) const {
-    return (swizzled_descriptor(shared.base) | 1024 >> 4 << 16) + stage * (kStageBytes / 16);
+    return (base | 1024 >> 4 << 16) + stage * (kStageBytes / 16);
   }
   __device__ __forceinline__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
@@ -350,45 +378,59 @@ struct Consumer {
     }
   }
 
-  // The last KEYS of a tile, `tile` being its first.
+  // Adds the last KEYS of a tile, `tile` being its first, whose scores are there. Returns while the last products are
+  // under way, of which only those of the tile's second half still read weights.
   template <int KEYS>
-  __device__ __forceinline__ void step(Attention& attention, uint32_t queries, int tile, int first, int oldest) {
+  __device__ __forceinline__ void add(Attention& attention, int tile, int first, int oldest) const {
+    constexpr int kPart = KEYS < kTile ? KEYS : kTile / 2;
     const int key = tile + kTile - KEYS;
-    attention.multiply_keys<KEYS>(queries, tile_descriptor(ring.stage));
-    wgmma_wait<0>(attention.score);
+    const uint32_t values = tile_descriptor(ring.stage) + kTileBytes / 16 + (kTile - KEYS) * (kRowBytes / 16);
     if (key + KEYS > first || key <= first + kTile - 1 - arguments.window || key < oldest)
       attention.mask<KEYS>(first, key, oldest, arguments.window);
     attention.follow<KEYS>(arguments.scale);
-    uint32_t weights[KEYS / 16][4];
-    attention.weigh<KEYS>(weights, arguments.scale);
-    attention.multiply_values<KEYS>(weights, tile_descriptor(ring.stage) + kTileBytes / 16);
-    wgmma_wait<0>(attention.result);
-    release(ring.stage);
+#pragma unroll
+    for (int part = 0; part < KEYS; part += kPart) attention.add_values<kPart>(part, values, arguments.scale);
+    wgmma_wait<KEYS != kPart>();
+  }
+  // Scores of the head's next tile, begun before the products of this one are done.
+  __device__ __forceinline__ void advance(Attention& attention, uint32_t queries) {
+    const int stage = ring.stage;
     ring.advance();
+    skip(item_heads - 1);
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    attention.multiply_keys<kTile>(queries, tile_descriptor(ring.stage));
+    attention.wait();
+    release(stage);
   }
 
   // Attention of one tile of queries over an item's tiles of keys; `item_head`: which head of the item's it is.
   __device__ __forceinline__ void attend(Attention& attention, const Item& item, int first, int item_head) {
     const int oldest = max(first - arguments.window + 1, -item.held), begin = oldest >> 6;
-    const uint32_t query_tile = shared.queries(item_head * arguments.item_tiles + (first - item.first) / kTile);
-    load_queries(arguments, item, item.head + item_head, first, query_tile);
-    const uint32_t queries = swizzled_descriptor(query_tile);
+    const int consumer = item_head * arguments.item_tiles + (first - item.first) / kTile;
+    load_queries(arguments, item, item.head + item_head, first, shared.queries(consumer));
+    const uint32_t queries = base + (shared.queries(consumer) - shared.base) / 16;
     item_heads = item.heads;
     skip((begin - item.begin) * item.heads + item_head);
     int key = begin * kTile;
     attention.begin();
-    const bool narrow = key + kTile - oldest <= 16;
     barrier_wait(shared.full(ring.stage), ring.parity);
-    if (narrow)
-      step<16>(attention, queries, key, first, oldest);
-    else
-      step<kTile>(attention, queries, key, first, oldest);
+    if (key + kTile - oldest <= 16) {
+      attention.multiply_keys<16>(queries, tile_descriptor(ring.stage));
+      attention.wait();
+      add<16>(attention, key, first, oldest);
+    } else {
+      attention.multiply_keys<kTile>(queries, tile_descriptor(ring.stage));
+      attention.wait();
+      add<kTile>(attention, key, first, oldest);
+    }
 #pragma unroll 1
     for (key += kTile; key <= first; key += kTile) {
-      skip(item_heads - 1);
-      barrier_wait(shared.full(ring.stage), ring.parity);
-      step<kTile>(attention, queries, key, first, oldest);
+      advance(attention, queries);
+      add<kTile>(attention, key, first, oldest);
     }
+    attention.wait();
+    release(ring.stage);
+    ring.advance();
   }
 
   __device__ __forceinline__ void run() {
@@ -398,7 +440,11 @@ struct Consumer {
     cudaGridDependencySynchronize();
 #pragma unroll 1
     for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
-      const Item item(arguments, index);
+      barrier_wait(shared.full(ring.stage), ring.parity);
+      // Read by all lanes before one of them releases the stage.
+      const int valid = __shfl_sync(0xffffffffu, parts[ring.stage].end, 0);
+      const int held = -__shfl_sync(0xffffffffu, parts[ring.stage].begin, 0);
+      const Item item(arguments, index, valid, held);
       const int first = item.first + item_tile * kTile;
       const bool wanted = item_head < item.heads;
       if (wanted && first < item.valid) {
@@ -430,7 +476,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
       Finisher{arguments, shared, parts, warp - 1, lane}.run();
   } else {
     registers_grow<kConsumerRegisters>();
-    if (warp / 4 <= consumers) Consumer{arguments, shared, {}}.run();
+    if (warp / 4 <= consumers) Consumer{arguments, shared, parts}.run();
   }
 }
 

@@ -40,13 +40,10 @@ struct Attention {
       wgmma_swizzled(reinterpret_cast<float (&)[KEYS / 2]>(score), queries + 2 * i, keys + 2 * i, i);
     wgmma_commit();
   }
-  template <int KEYS>
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[KEYS / 16][4], uint32_t tile) {
-    const uint32_t values = tile + (kTile - KEYS) * (kRowBytes / 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) wgmma_registers(result, weights[i], values + i * (16 * kRowBytes / 16));
-    wgmma_commit();
+  // Until all products are done.
+  __device__ __forceinline__ void wait() {
+    wgmma_wait<0>(score);
+    wgmma_wait<0>(result);
   }
 
   // `first`: query of row 0. `key`: the first of those that count. `oldest`: first token that exists.
@@ -85,16 +82,23 @@ struct Attention {
     for (int i = 0; i < 32; ++i) result[i] *= factor[i / 2 % 2];
   }
 
+  // Of KEYS keys of a tile from `first` on.
   template <int KEYS>
-  __device__ __forceinline__ void weigh(uint32_t (&weights)[KEYS / 16][4], float scale) {
+  __device__ __forceinline__ void add_values(int first, uint32_t values, float scale) {
+    uint32_t weights[KEYS / 16][4];
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i += 2) {
       const int half = i / 2 % 2;
-      const float low = exp2_approx(fmaf(score[i], scale, -highest[half]));
-      const float high = exp2_approx(fmaf(score[i + 1], scale, -highest[half]));
+      const float low = exp2_approx(fmaf(score[first / 2 + i], scale, -highest[half]));
+      const float high = exp2_approx(fmaf(score[first / 2 + i + 1], scale, -highest[half]));
       total[half] += low + high;
       weights[i / 8][i / 2 % 4] = pack_bf16(low, high);
     }
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i)
+      wgmma_registers(result, weights[i], values + (first / 16 + i) * (16 * kRowBytes / 16));
+    wgmma_commit();
   }
 };
 
