@@ -49,12 +49,15 @@ struct Attention {
   // `first`: query of row 0. `key`: the first of those that count. `oldest`: first token that exists.
   template <int KEYS>
   __device__ __forceinline__ void mask(int first, int key, int oldest, int window) {
-    key += 2 * (threadIdx.x % 4);
-    const int query = first + row_in_tile();
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) {
-      const int token = key + 8 * (i / 4) + i % 2, ahead = query + i / 2 % 2 * 8 - token;
-      if (ahead < 0 || ahead >= window || token < oldest) score[i] = -INFINITY;
+    for (int half = 0; half < 2; ++half) {
+      const int query = first + row_in_tile() + 8 * half, lowest = max(query - window + 1, oldest);
+      const uint32_t span = query - lowest, begin = key + 2 * (threadIdx.x % 4) - lowest;
+#pragma unroll
+      for (int i = 2 * half; i < KEYS / 2; i += 4) {
+        if (begin + 2 * i - 4 * half > span) score[i] = -INFINITY;
+        if (begin + 2 * i - 4 * half + 1 > span) score[i + 1] = -INFINITY;
+      }
     }
   }
 
