@@ -36,6 +36,7 @@ constexpr int kNever = 1 << 30;           // later than any token
 
 struct Arguments : RingAttentionParams {
   CUtensorMap chunk[3], keys[3], values[3];  // by kBoxes
+  float unscale;                             // 1 / scale
   int item_heads, item_tiles;                // of an item, at most
   int head_groups, query_groups;
   int items, chain;  // of the grid; neighbours that one block takes in turn: all query groups if it writes the ring
@@ -387,7 +388,7 @@ struct Consumer {
     const uint32_t values = tile_descriptor(ring.stage) + kTileBytes / 16 + (kTile - KEYS) * (kRowBytes / 16);
     if (key + KEYS > first || key <= first + kTile - 1 - arguments.window || key < oldest)
       attention.mask<KEYS>(first, key, oldest, arguments.window);
-    attention.follow<KEYS>(arguments.scale);
+    attention.follow<KEYS>(arguments.scale, arguments.unscale);
 #pragma unroll
     for (int part = 0; part < KEYS; part += kPart) attention.add_values<kPart>(part, values, arguments.scale);
     wgmma_wait<KEYS != kPart>();
@@ -548,6 +549,7 @@ MossStatus launch_wide(const RingAttentionParams& params) {
   if (status != MOSS_OK) return status;
   Arguments arguments = {};
   static_cast<RingAttentionParams&>(arguments) = params;
+  arguments.unscale = 1.0f / params.scale;
   choose_items(arguments, multiprocessors);
   const int64_t items = int64_t{arguments.query_groups} * arguments.head_groups * params.batch;
   status = check_range(kOp, "items", items, 1, kMostRows);

@@ -1,6 +1,7 @@
 // Attention of a warpgroup for 64 queries: what its threads hold in registers, and the tiles of 64 keys and values in
 // shared memory that are added to it.
 #pragma once
+#include <climits>
 #include <cstdint>
 
 #include "device/mma.cuh"
@@ -22,9 +23,11 @@ __device__ __forceinline__ int row_in_tile() { return threadIdx.x % 128 / 32 * 1
 struct Attention {
   float score[32], result[32];
   float highest[2], total[2];  // the reference of the weights, not always the maximum; of this thread's keys alone
+  int limit[2];                // bits of the score from which on the reference follows; INT_MIN if that is not positive
 
   __device__ __forceinline__ void begin() {
     highest[0] = highest[1] = kLowest;
+    limit[0] = limit[1] = INT_MIN;
     total[0] = total[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) result[i] = 0.0f;
@@ -61,26 +64,39 @@ struct Attention {
     }
   }
 
-  // The reference follows the scores once these exceed it by more than kSlack.
+  // The reference follows the scores once these exceed it by more than kSlack. Whether any does is seen from their
+  // bits, three at a time: as whole numbers the positive ones have their order, and all others come before them.
   template <int KEYS>
-  __device__ __forceinline__ void follow(float scale) {
+  __device__ __forceinline__ void follow(float scale, float unscale) {
+    bool above = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int top = INT_MIN;
+#pragma unroll
+      for (int i = 2 * half; i < KEYS / 2; i += 4)
+        top = max(max(top, __float_as_int(score[i])), __float_as_int(score[i + 1]));
+      above |= top >= limit[half];
+    }
+    if (__any_sync(0xffffffffu, above)) move_reference<KEYS>(scale, unscale);
+  }
+  template <int KEYS>
+  __device__ __forceinline__ void move_reference(float scale, float unscale) {
     float factor[2];
-    bool grown = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = score[2 * half];
 #pragma unroll
-      for (int i = 0; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(score[i + 2 * half], score[i + 2 * half + 1]));
+      for (int i = 2 * half; i < KEYS / 2; i += 4) top = fmaxf(top, fmaxf(score[i], score[i + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
-      const bool follows = top > highest[half] + kSlack;
-      factor[half] = follows ? exp2_approx(highest[half] - top) : 1.0f;
-      if (follows) highest[half] = top;
-      grown |= follows;
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const bool follows = top * scale > highest[half] + kSlack;
+      factor[half] = follows ? exp2_approx(highest[half] - top * scale) : 1.0f;
+      if (follows) highest[half] = top * scale;
+      // Less than kSlack, so that a row follows whatever the others of its warp do.
+      const float above = (highest[half] + 0.99f * kSlack) * unscale;
+      limit[half] = above > 0.0f ? __float_as_int(above) : INT_MIN;
+      total[half] *= factor[half];
     }
-    if (!__any_sync(0xffffffffu, grown)) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) total[half] *= factor[half];
 #pragma unroll
     for (int i = 0; i < 32; ++i) result[i] *= factor[i / 2 % 2];
   }
