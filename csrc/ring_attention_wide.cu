@@ -31,13 +31,16 @@ constexpr int kStages = 12, kTileBytes = kTile * kRowBytes, kStageBytes = 2 * kT
 constexpr int kConsumerRegisters = 104, kProducerRegisters = 64;
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 96);
 
-constexpr int kBoxes[] = {kTile, 16, 1};  // rows of one copy
-constexpr int kNever = 1 << 30;           // later than any token
+constexpr int kSizes = 4;        // of one copy
+constexpr int kNever = 1 << 30;  // later than any token
+
+// Rows of a copy: kTile, 16, 4, 1.
+__host__ __device__ constexpr int box_rows(int size) { return kTile >> 2 * size; }
 
 struct Arguments : RingAttentionParams {
-  CUtensorMap chunk[3], keys[3], values[3];  // by kBoxes
-  float unscale;                             // 1 / scale
-  int item_heads, item_tiles;                // of an item, at most
+  CUtensorMap chunk[kSizes], keys[kSizes], values[kSizes];  // by size
+  float unscale;                                            // 1 / scale
+  int item_heads, item_tiles;                               // of an item, at most
   int head_groups, query_groups;
   int items, chain;  // of the grid; neighbours that one block takes in turn: all query groups if it writes the ring
 };
@@ -132,9 +135,9 @@ struct Loader {
     }
     __syncwarp();
     const int width = arguments.heads * kHeadDim;
-    const auto load = [&](int which, int key, int box) {
+    const auto load = [&](int which, int key, int size) {
       const CUtensorMap* map = own ? arguments.chunk : which ? arguments.values : arguments.keys;
-      tensor_load(shared.keys(stage) + which * kTileBytes + key * kRowBytes, map[box],
+      tensor_load(shared.keys(stage) + which * kTileBytes + key * kRowBytes, map[size],
                   own ? (1 + which) * width + head * kHeadDim : 0, part.row(key, arguments.capacity), barrier);
     };
     if (part.whole(0, kTile, arguments.capacity)) {
@@ -144,10 +147,13 @@ struct Loader {
     const int which = lane / 16, rest = lane % 16;
 #pragma unroll 1
     for (int first = 0; first < kTile; first += 16) {
-      if (part.whole(first, 16, arguments.capacity)) {
-        if (rest == 0) load(which, first, 1);
-      } else if (part.exists(first + rest)) {
-        load(which, first + rest, 2);
+      // The largest box that has this lane's row and is whole, by its first row's lane.
+#pragma unroll
+      for (int size = 1; size < kSizes; ++size) {
+        const int rows = box_rows(size), begin = first + rest / rows * rows;
+        if (!part.whole(begin, rows, arguments.capacity)) continue;
+        if (begin == first + rest) load(which, begin, size);
+        break;
       }
     }
   }
@@ -507,8 +513,8 @@ void choose_items(Arguments& arguments, int multiprocessors) {
 
 MossStatus make_maps(Arguments& arguments, int ring_rows) {
   MossStatus status = MOSS_OK;
-  for (int i = 0; i < 3; ++i) {
-    const int rows = kBoxes[i];
+  for (int i = 0; i < kSizes; ++i) {
+    const int rows = box_rows(i);
     const auto make = [&](CUtensorMap* map, const void* pointer, int all_rows, int columns) {
       if (status == MOSS_OK) status = make_map(kOp, map, pointer, all_rows, columns, rows);
     };
