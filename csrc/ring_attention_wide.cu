@@ -160,7 +160,9 @@ struct Loader {
 
   __device__ __forceinline__ void run() const {
     Ring<kStages> ring;
-    cudaGridDependencySynchronize();
+    // The ring may be settled; the chunk, which the kernel ahead writes, never is.
+    const bool early = arguments.dependent_launch == MOSS_DEPENDENT_EARLY;
+    if (!early) cudaGridDependencySynchronize();
 #pragma unroll 1
     for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
       const int row = Item::row_of(arguments, index), valid = __ldcg(arguments.valid + row);
@@ -180,6 +182,7 @@ struct Loader {
                            item.stored,
                            0};
         barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+        if (early && token >= 0) cudaGridDependencySynchronize();
         copy(part, item.head + head, ring.stage);
         if (++head == item.heads) head = 0, token += kTile;
       }
