@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import math
 import subprocess
 import sys
 from functools import partial
@@ -128,6 +129,31 @@ def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capac
     attended = inputs.to("cuda").attend(ring_attention)
     assert error(attended, exact) <= 2 * rounding
     require_write_after(inputs, attended, "cuda")
+
+
+def inputs_with_scores(scores: torch.Tensor, tokens: int, heads: int) -> RingInputs:
+    """A row whose keys in the ring and in the chunk have nearly these scores in log2 [keys] with any query."""
+    held = len(scores) - tokens
+    sizes = {"tokens": tokens, "heads": heads, "head_dim": 64, "capacity": held, "window": held}
+    inputs = make_inputs([(0, tokens, held)], **sizes, dtype=torch.bfloat16)
+    direction = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    direction *= (64**0.5 * math.log(2)) ** 0.5 / direction.norm()
+    keys = (scores[:, None] * direction).bfloat16()
+    q, k, _ = inputs.qkv.unflatten(-1, (3, heads, 64)).unbind(2)
+    q.copy_(direction), k.copy_(keys[held:, None]), inputs.ring_k[0].copy_(keys[:held])
+    inputs.cos_sin.copy_(torch.tensor([1.0, 0.0]))
+    return inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", [(-90, 90), (90, -90), (-90, -60), (-60, -90), (0, 0), (-500, -400), (300, 500)])
+@pytest.mark.parametrize("heads", [2, 80])
+def test_scores_of_any_size_on_the_gpu(moss_library, heads, scores):
+    """Rising, falling, of either sign: weights must neither overflow nor all vanish."""
+    inputs = inputs_with_scores(torch.linspace(*scores, 400), 200, heads)
+    exact = inputs.exact_attention()
+    rounding = error(inputs.attend(ring_attention_reference), exact)
+    assert error(inputs.to("cuda").attend(ring_attention), exact) <= 2 * rounding
 
 
 @pytest.mark.gpu
