@@ -128,7 +128,7 @@ class Bench:
         parts = {
             "weights": sum(tensor.nbytes for tensor in weights) + chunk.table.nbytes,
             "state": sum(tensor.nbytes for tensor in state) + chunk.slots.offsets.nbytes,
-            "buffers": chunk.buffers.size_in_bytes,
+            "buffers": chunk.buffers.size_in_bytes + engine.stage.audio.nbytes,
             "graphs": self.codec_graph_bytes,
         }
         mib = {name: round(size / 2**20, 1) for name, size in parts.items()}

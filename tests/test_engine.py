@@ -24,6 +24,7 @@ from moss_kernels import SamplingParams
 from moss_runtime.engine import Engine, EngineConfig, Request
 from moss_runtime.engine.transport import HostCopy, InProcess
 from moss_runtime.errors import AudioError, CheckpointError, PromptError, UserError
+from moss_runtime.graphs import CodecChunk
 from moss_runtime.model.codec import Codec
 
 MODES = ("offline-fast", "streaming-low-latency", "streaming-balanced")
@@ -110,6 +111,21 @@ def test_streaming_sends_the_first_frame_while_later_ones_are_made(endless, code
         assert 0 < first.time < result.latency
         assert sum(result.stages.values()) == pytest.approx(result.first_audio)
         assert min(result.stages.values()) >= 0
+
+
+def test_calls_of_the_codec_write_into_memory_that_was_there_before(endless, codec, monkeypatch):
+    written, run = [], CodecChunk.__call__
+
+    def call(chunk, codes, slots, valid, out):
+        written.append(out.untyped_storage().data_ptr())
+        return run(chunk, codes, slots, valid, out)
+
+    monkeypatch.setattr(CodecChunk, "__call__", call)
+    with make(endless, codec) as engine:
+        for handle in [engine.submit(Request(prompt=prompt, params=ENDLESS)) for prompt in make_prompts()]:
+            handle.result(30)
+        assert len(written) > 5
+        assert set(written) == {engine.stage.audio.data_ptr()}
 
 
 def test_asyncio_readers(model, codec, requests, expected):

@@ -58,6 +58,8 @@ class CodecStage:
     Attributes:
         chunk: the codec's step.
         stream: where it runs; None on a CPU.
+        audio: [batch * channels * most frames * samples_per_frame] float32. What the newest call decoded with slots;
+            each call is copied out on the stream before the next overwrites it.
         event: recorded after the newest call; None before the first, and on a CPU.
     """
 
@@ -91,6 +93,7 @@ class CodecStage:
         self.event: torch.cuda.Event | None = None
         rows = batch * max(lengths)
         config = codec.config
+        self.audio = torch.empty(rows * config.channels * config.samples_per_frame, device=codec.device)
         # What arrives is copied out before a buffer is used again, so the memory that is locked is bounded.
         self._staging = deque(
             (
@@ -151,7 +154,9 @@ class CodecStage:
         length = max(piece.frames for piece in pieces)
         slots = self.chunk.slots.resolve([piece.lease for piece in pieces])
         counts = [piece.frames for piece in pieces]
-        return self._enqueue(pieces, length, now, lambda codes: self.chunk(codes, slots, counts))
+        shape = torch.Size((len(pieces), self.codec.config.channels, length * self.codec.config.samples_per_frame))
+        out = self.audio[: shape.numel()].view(shape)
+        return self._enqueue(pieces, length, now, lambda codes: self.chunk(codes, slots, counts, out))
 
     @torch.no_grad()
     def decode_whole(self, piece: Piece, now: float) -> Call:
