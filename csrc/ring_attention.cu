@@ -93,34 +93,18 @@ struct Partials {
   __device__ __forceinline__ void put(const Softmax& softmax, int warp, int query, int valid, int group, int quarter) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float total = softmax.total[h];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const float total = softmax.row_total(h);
       const int token = query + group + 8 * h;
       if (token >= valid) continue;
       if (quarter == 0) sums[warp][token] = {softmax.highest[h], total};
 #pragma unroll
       for (int d = 0; d < 4; ++d)
-        result(warp, token, 4 * quarter + d) = {
-            softmax.result[d % 2 * 4][2 * h + d / 2], softmax.result[d % 2 * 4 + 1][2 * h + d / 2],
-            softmax.result[d % 2 * 4 + 2][2 * h + d / 2], softmax.result[d % 2 * 4 + 3][2 * h + d / 2]};
+        result(warp, token, 4 * quarter + d) = softmax.four(h, d);
     }
   }
   __device__ __forceinline__ float4 merged(int token, int part) const {
-    float highest = kLowest, total = 0.0f;
-    float4 y = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w)
-      highest = fmaxf(highest, sums[w][token].x);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float weight = exp2_approx(sums[w][token].x - highest);
-      const float4 x = result(w, token, part);
-      total += weight * sums[w][token].y;
-      y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
-    }
-    const float factor = 1.0f / total;
-    return {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
+    return merge<WARPS>([&](int warp) -> const float2& { return sums[warp][token]; },
+                        [&](int warp) -> const float4& { return result(warp, token, part); });
   }
 };
 
@@ -140,11 +124,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
   if (!early) {
-    if (params.dependent_launch) prefetch_ring(params, guess_place(params, row), head);
+    if (params.dependent_launch) prefetch_ring(params, ring_place(params, row), head);
     cudaGridDependencySynchronize();
   }
   const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
-  const RingPlace place = guess_place(params, row);  // by now no guess
+  const RingPlace place = ring_place(params, row);
 
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
   const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);

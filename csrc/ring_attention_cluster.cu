@@ -40,11 +40,11 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
   if (!early) {
-    if (params.dependent_launch && first == 0) prefetch_ring(params, guess_place(params, row), head);
+    if (params.dependent_launch && first == 0) prefetch_ring(params, ring_place(params, row), head);
     cudaGridDependencySynchronize();
   }
   const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
-  const RingPlace place = guess_place(params, row);  // by now no guess
+  const RingPlace place = ring_place(params, row);
 
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
   const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
@@ -177,37 +177,24 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
   const auto partial = [&](int of) { return reinterpret_cast<float4*>(slots + of); };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float& total = softmax.total[h];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    const float total = softmax.row_total(h);
     const int local = group + 8 * h;
     if (quarter == 0) sums[share][query_tile * kTileQueries + local] = {softmax.highest[h], total};
 #pragma unroll
     for (int d = 0; d < 4; ++d)
-      partial(warp)[result_place(local, 4 * quarter + d)] = {
-          softmax.result[d % 2 * 4][2 * h + d / 2], softmax.result[d % 2 * 4 + 1][2 * h + d / 2],
-          softmax.result[d % 2 * 4 + 2][2 * h + d / 2], softmax.result[d % 2 * 4 + 3][2 * h + d / 2]};
+      partial(warp)[result_place(local, 4 * quarter + d)] = softmax.four(h, d);
   }
   __syncthreads();
   for (int item = threadIdx.x; item < kTokens * kHeadDim / 4; item += kThreads) {
     const int local = item / (kHeadDim / 4), part = item % (kHeadDim / 4), token = first + local;
     if (token >= params.tokens) break;
     float4 y = {};
-    if (token < valid) {
-      float highest = kLowest, total = 0.0f;
-#pragma unroll
-      for (int s = 0; s < kShares; ++s)
-        highest = fmaxf(highest, sums[s][local].x);
-#pragma unroll
-      for (int s = 0; s < kShares; ++s) {
-        const float weight = exp2_approx(sums[s][local].x - highest);
-        const float4 x = partial(s * QUERY_TILES + local / kTileQueries)[result_place(local % kTileQueries, part)];
-        total += weight * sums[s][local].y;
-        y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
-      }
-      const float factor = 1.0f / total;
-      y = {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
-    }
+    if (token < valid)
+      y = merge<kShares>([&](int s) -> const float2& { return sums[s][local]; },
+                         [&](int s) -> const float4& {
+                           const int tile = s * QUERY_TILES + local / kTileQueries;
+                           return partial(tile)[result_place(local % kTileQueries, part)];
+                         });
     const int64_t target = ((row * params.tokens + token) * params.heads + head) * kHeadDim + 4 * part;
     *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + target) = {pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
   }

@@ -198,7 +198,39 @@ struct Softmax {
           __byte_perm(values[2][j / 2], values[3][j / 2], select));
     }
   }
+  // The weights of row g + 8h over all keys. All lanes of a warp ask together.
+  __device__ __forceinline__ float row_total(int h) const {
+    float sum = total[h];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    return sum;
+  }
+  // Dimensions 16t + 4d .. 16t + 4d + 3 of row g + 8h.
+  __device__ __forceinline__ float4 four(int h, int d) const {
+    const int first = d % 2 * 4, i = 2 * h + d / 2;
+    return {result[first][i], result[first + 1][i], result[first + 2][i], result[first + 3][i]};
+  }
 };
+
+// Four dimensions of a query's result over the keys of N softmaxes: `sums(n)` has the highest score and the total of
+// the weights of one, `result(n)` its four.
+template <int N, typename Sums, typename Result>
+__device__ __forceinline__ float4 merge(const Sums& sums, const Result& result) {
+  float highest = kLowest, total = 0.0f;
+  float4 y = {};
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    highest = fmaxf(highest, sums(n).x);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float weight = exp2_approx(sums(n).x - highest);
+    const float4 x = result(n);
+    total += weight * sums(n).y;
+    y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
+  }
+  const float factor = 1.0f / total;
+  return {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
+}
 
 // Where the floats 4i .. 4i + 3 of a query's result lie in shared memory, as float4: permuted, so that what the threads
 // of a warp hold goes to different banks.
@@ -209,14 +241,10 @@ __device__ __forceinline__ int result_place(int query, int i) {
 // Slot of a row and what it had consumed.
 struct RingPlace {
   int64_t slot, start;
-
-  __device__ __forceinline__ bool operator==(const RingPlace& other) const {
-    return slot == other.slot && start == other.start;
-  }
 };
 
-// Ahead of the wait for other kernels: a guess, but one that can be used as an index.
-__device__ __forceinline__ RingPlace guess_place(const RingAttentionParams& params, int64_t row) {
+// Can be used as an index also ahead of the wait for the kernel that writes `slots` and `offset`, when it is a guess.
+__device__ __forceinline__ RingPlace ring_place(const RingAttentionParams& params, int64_t row) {
   const int slot = *static_cast<const volatile int32_t*>(params.slots + row);
   if (slot < 0 || slot >= params.ring_slots) return {0, 0};
   const int64_t start = *static_cast<const volatile int64_t*>(params.offset + slot);
@@ -224,11 +252,11 @@ __device__ __forceinline__ RingPlace guess_place(const RingAttentionParams& para
 }
 
 // What the ring of a head holds, into L2, if there is room for those of all rows: else they would push each other out.
-__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, const RingPlace& guess, int head) {
-  const int64_t ring = (guess.slot * params.heads + head) * params.capacity * kHeadDim;
+__device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, const RingPlace& place, int head) {
+  const int64_t ring = (place.slot * params.heads + head) * params.capacity * kHeadDim;
   constexpr int64_t kRoom = 32 << 20;
   if (int64_t{params.batch} * params.heads * params.capacity * kHeadDim * 2 * sizeof(bf16) > kRoom) return;
-  const int count = static_cast<int>(guess.start < params.capacity ? guess.start : params.capacity);
+  const int count = static_cast<int>(place.start < params.capacity ? place.start : params.capacity);
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
     prefetch_l2(static_cast<const bf16*>(params.ring_v) + ring + i * kHeadDim);
