@@ -165,7 +165,7 @@ class Engine:
                 "fallbacks": {reason.value: count for reason, count in dict(part.graphs.fallbacks).items()},
                 "hit_ratio": part.graphs.hit_ratio,
             }
-            for part in (self.runtime.frame, self.runtime.prefill, self.encoder)
+            for part in (self.runtime.frame, self.runtime.prefill, self.runtime.mixed, self.encoder)
             if part is not None
         }
         chunk = self.stage.chunk

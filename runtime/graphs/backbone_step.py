@@ -154,14 +154,34 @@ class BackboneStep:
         rms_norm(x, None, self.layers[0].input_norm, eps, normed)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.backbone.norm.weight.detach()]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            rows = (kv.key_pages[index], kv.value_pages[index], kv.page_table, positions, row_map, active)
             backbone_linear(normed, layer.qkv, qkv)
-            token = qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin
-            paged_attention(*token, *rows, attended, buffers.attention, settled=True)
-            rms_norm(x, self._partials(attended, layer.o), layer.mlp_norm, eps, normed)
-            backbone_linear(normed, layer.gate_up, inner, gate_up=True)
-            rms_norm(x, self._partials(inner, layer.down), next_norm, eps, normed)
+            self.attend(index, qkv, kv, positions, row_map, active, out=attended)
+            self.end_layer(layer, next_norm, x, attended, inner, normed)
         return normed
+
+    def attend(
+        self, index: int, qkv: Tensor, kv: Pages, positions: Tensor, row_map: Tensor, active: Tensor, *, out: Tensor
+    ) -> None:
+        """Attention of a layer, enqueued right behind the linear that makes qkv [B, .]; the rest as in `step`.
+
+        Args: index: of the layer. out: [B, Hq*D], written.
+        """
+        layer, eps = self.layers[index], self.backbone.config.rms_norm_eps
+        rows = (kv.key_pages[index], kv.value_pages[index], kv.page_table, positions, row_map, active)
+        token = qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin
+        paged_attention(*token, *rows, out, self.buffers.attention, settled=True)
+
+    def end_layer(
+        self, layer: StepLayer, next_norm: Tensor, x: Tensor, attended: Tensor, inner: Tensor, normed: Tensor
+    ) -> None:
+        """What follows a layer's attention: x [B, H] gets its output, normed [B, H] the norm of that for what is next.
+
+        Args: next_norm: [H]. attended: [B, Hq*D]. inner: [B, F], overwritten.
+        """
+        eps = self.backbone.config.rms_norm_eps
+        rms_norm(x, self._partials(attended, layer.o), layer.mlp_norm, eps, normed)
+        backbone_linear(normed, layer.gate_up, inner, gate_up=True)
+        rms_norm(x, self._partials(inner, layer.down), next_norm, eps, normed)
 
     def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
         """[S, B, H] float32. A linear into the residual stream, in slices of its inputs."""

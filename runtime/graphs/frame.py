@@ -1,7 +1,7 @@
 """The frame graph: backbone step, local frame decode and bookkeeping of all rows in one launch."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from moss_kernels import _library
 from moss_kernels.local_frame_decode import LocalFrameDecoder, LocalFrameWeights, local_frame_decode_reference
 from moss_runtime.graphs.backbone_step import BackboneStep
-from moss_runtime.graphs.capture import BUCKETS, GraphSet, bucket_for
+from moss_runtime.graphs.capture import BUCKETS, GraphSet, Shape, bucket_for
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import FallbackReason, Lap, Metrics, Range, StageTimer
 from moss_runtime.state.decode_pool import DecodePool
@@ -107,7 +107,7 @@ class FrameGraph:
             graphs: False runs everything eagerly.
         """
         self._timer = timer
-        self._laps: dict[tuple[int, int], Lap] = {}
+        self._laps: dict[Shape, Lap] = {}
         self.pool, self.kv, self.step = pool, kv, step
         self.buckets = sorted(buckets)
         self.buffers = FrameBuffers.allocate(model, self.buckets[-1])
@@ -140,10 +140,14 @@ class FrameGraph:
         if len(rows) > self.buckets[-1]:
             raise ValueError(f"FrameGraph: `rows` must have at most {self.buckets[-1]} entries, got {len(rows)}")
         self.fill_inputs(rows, bucket, active)
-        self.graphs.run(bucket, frames)
-        if (bucket, frames) in self._laps:
-            self._timer.watch(self._laps[bucket, frames])
-        return self.buffers.report[: 3 * bucket].view(3, bucket)
+        return self.replay(self.graphs, bucket, frames)
+
+    def replay(self, graphs: GraphSet, *shape: int) -> Tensor:
+        """Run a shape whose first number is the bucket from a set over `compute`; the report as in `launch`."""
+        graphs.run(*shape)
+        if shape in self._laps:
+            self._timer.watch(self._laps[shape])
+        return self.buffers.report[: 3 * shape[0]].view(3, shape[0])
 
     def fill_inputs(self, rows: Sequence[int], bucket: int, active: Sequence[bool] | None = None) -> None:
         """Copy the row map and the active mask of a launch to the device, padded to a bucket, without waiting."""
@@ -154,35 +158,48 @@ class FrameGraph:
         pinned = torch.tensor(values, dtype=torch.int32, pin_memory=self.buffers.inputs.is_cuda)
         self.buffers.inputs[: 2 * bucket].copy_(pinned, non_blocking=True)
 
-    def compute(self, bucket: int, frames: int) -> None:
-        """The work of a launch: this is what a graph holds."""
+    def compute(self, bucket: int, frames: int, *more: int, backbone: Callable[..., Tensor] | None = None) -> None:
+        """The work of a launch: this is what a graph holds.
+
+        Args:
+            bucket: rows, with padding.
+            frames: of each row.
+            more: what else tells the shape of the graph.
+            backbone: makes the hidden states of the first frame in place of the step: called with embeddings [B, H],
+                row map [B] int32 and live rows [B] bool, returns [B, H].
+        """
         row_map, flags = self.buffers.inputs[: 2 * bucket].view(2, bucket)
         active = self.buffers.active[:bucket]
         torch.ne(flags, 0, out=active)
-        lap = self._lap(bucket, frames)
-        for _ in range(frames):
-            self._frame(row_map, active, lap)
+        lap = self._lap(bucket, frames, *more)
+        for frame in range(frames):
+            self._frame(row_map, active, lap, self._step if frame or backbone is None else backbone)
         pool, rows = self.pool, row_map.long()
         report = self.buffers.report[: 3 * bucket].view(3, bucket)
         torch.index_select(pool.frames, 0, rows, out=report[0])
         torch.add(pool.finished[rows].int(), pool.stopped[rows].int(), alpha=STOPPED, out=report[1])
         torch.index_select(pool.status, 0, rows, out=report[2])
 
-    def _lap(self, bucket: int, frames: int) -> Lap | None:
+    def _lap(self, *shape: int) -> Lap | None:
         """Where to stamp the stages. On a GPU only graphs are timed."""
         on_gpu = self.buffers.inputs.is_cuda
         if self._timer is None or (on_gpu and not torch.cuda.is_current_stream_capturing()):
             return None
-        self._laps[bucket, frames] = self._timer.lap(external=on_gpu)
-        return self._laps[bucket, frames]
+        self._laps[shape] = self._timer.lap(external=on_gpu)
+        return self._laps[shape]
 
-    def _frame(self, row_map: Tensor, active: Tensor, lap: Lap | None) -> None:
+    def _step(self, embeds: Tensor, row_map: Tensor, live: Tensor) -> Tensor:
+        return self.step.step(embeds, self.kv, self.pool.positions, row_map, live)
+
+    def _frame(
+        self, row_map: Tensor, active: Tensor, lap: Lap | None, backbone: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> None:
         pool, buffers, batch = self.pool, self.buffers, len(row_map)
         live, embeds = buffers.live[:batch], buffers.embeds[:batch]
         if lap is not None:
             lap.begin()
         pool.begin_frame(row_map, active, embeds=embeds, live=live)
-        hidden = self.step.step(embeds, self.kv, pool.positions, row_map, live)
+        hidden = backbone(embeds, row_map, live)
         if lap is not None:
             lap.end(Range.BACKBONE)
         codes, continues, feedback, status = (

@@ -1,4 +1,4 @@
-"""What a step of `Runtime` enqueues: prefill passes, and launches of frames."""
+"""What a step of `Runtime` enqueues: frames of running rows, prefill passes, and both at once."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from moss_runtime.graphs.frame import FrameGraph
-from moss_runtime.graphs.prefill import Prefill
+from moss_runtime.graphs.mixed import MixedStep
+from moss_runtime.graphs.prefill import Piece, Prefill
 from moss_runtime.graphs.requests import Flights, Request
 from moss_runtime.observe import Range, annotate
 from moss_runtime.state.decode_pool import RowLease
@@ -14,12 +15,13 @@ from moss_runtime.state.kv_cache import OutOfPages, PagedKV
 
 
 class Launcher:
-    """Enqueues the work of requests, each kind on its stream. An exception ends the requests whose work raised it."""
+    """Enqueues the work of requests on one stream. An exception ends the requests whose work raised it."""
 
     def __init__(
         self,
         frame: FrameGraph,
         prefill: Prefill,
+        mixed: MixedStep,
         kv: PagedKV,
         flights: Flights,
         *,
@@ -27,32 +29,40 @@ class Launcher:
         abort: Callable[[RowLease], None],
     ):
         """Args: flights: takes the report of each launch; abort: ends a request; the others as in `Runtime`."""
-        self._frame, self._prefill, self._kv, self._flights = frame, prefill, kv, flights
+        self._frame, self._prefill, self._mixed, self._kv, self._flights = frame, prefill, mixed, kv, flights
+        self._stream = frame.graphs.stream
         self._frames_per_launch, self._abort = frames_per_launch, abort
 
-    def prefill(self, requests: Collection[Request]) -> None:
-        """Enqueue one pass, or as many as it takes until some row can make frames."""
-        while waiting := [request for request in requests if request.pieces]:
-            self._pass(waiting)
-            if any(not request.pieces and not request.ended for request in requests):
-                return
+    def step(self, requests: Collection[Request]) -> OutOfPages | None:
+        """Enqueue the next frames of all rows that have frames to make and find pages for them, with a prefill pass.
 
-    def frames(self, requests: Collection[Request]) -> OutOfPages | None:
-        """Enqueue the next frames of all rows that are prefilled, have frames to make, and find pages for them.
+        While no row can make frames prompts are prefilled alone.
 
         Returns:
             Why rows were left out, if any were for want of pages.
         """
-        live = [
-            request
-            for request in requests
-            if not (request.pieces or request.ended or request.paused) and request.launched < request.max_frames
-        ]
-        # A prompt in flight delays nobody, unless nobody else is there.
-        ready = [request for request in live if request.prefilled is None or request.prefilled.query()] or live
+        waiting = [request for request in requests if request.pieces]
+        batch, shortage = self._batch(requests)
+        if batch:
+            self._launch(batch, waiting)
+            return shortage
+        while waiting:
+            self._pass(waiting)
+            if any(not request.pieces and not request.ended for request in requests):
+                break
+            waiting = [request for request in requests if request.pieces]
+        batch, shortage = self._batch(requests)
+        if batch:
+            self._launch(batch, [])
+        return shortage
+
+    def _batch(self, requests: Collection[Request]) -> tuple[list[Request], OutOfPages | None]:
+        """Requests that are prefilled and have frames to make, with pages for them; and why some were left out."""
         batch, shortage = [], None
-        with torch.cuda.stream(self._frame.graphs.stream):
-            for request in ready:
+        with torch.cuda.stream(self._stream):
+            for request in requests:
+                if request.pieces or request.ended or request.paused or request.launched >= request.max_frames:
+                    continue
                 frames = min(request.launched + self._frames_per_launch, request.max_frames)
                 try:
                     self._kv.reserve(request.lease.row, request.tokens + frames)
@@ -60,36 +70,30 @@ class Launcher:
                     shortage = error
                 else:
                     batch.append(request)
-        if batch:
-            self._launch(batch)
-        return shortage
+        return batch, shortage
 
     def _pass(self, waiting: list[Request]) -> None:
-        owners = {request.pieces[0].row: request for request in waiting}
-        pieces = self._prefill.next_pass([request.pieces[0] for request in waiting])
-        requests = [owners[piece.row] for piece in pieces]
-        stream = self._prefill.graphs.stream
-        with annotate(Range.PREFILL), self._aborting(requests), torch.cuda.stream(stream):
-            if stream is not None:
-                # Rows were reset, and their pages entered in the table, on the stream of the frames.
-                stream.wait_stream(self._frame.graphs.stream)
+        requests, pieces = self._next_pass(waiting)
+        with annotate(Range.PREFILL), self._aborting(requests), torch.cuda.stream(self._stream):
             self._prefill.run(pieces)
-            event = None if stream is None else stream.record_event()
         for request in requests:
             request.pieces.popleft()
-            request.prefilled = event
 
-    def _launch(self, batch: list[Request]) -> None:
-        stream = self._frame.graphs.stream
-        with annotate(Range.FRAME), self._aborting(batch), torch.cuda.stream(stream):
-            for request in batch:
-                if request.prefilled is not None:
-                    stream.wait_event(request.prefilled)
-                    request.prefilled = None
-            report = self._frame.launch([request.lease.row for request in batch], self._frames_per_launch)
+    def _launch(self, batch: list[Request], waiting: list[Request]) -> None:
+        requests, pieces = self._next_pass(waiting)
+        rows = [request.lease.row for request in batch]
+        with annotate(Range.FRAME), self._aborting(batch + requests), torch.cuda.stream(self._stream):
+            report = self._mixed.launch(rows, pieces) if pieces else self._frame.launch(rows, self._frames_per_launch)
             self._flights.add(batch, report)
+        for request in requests:
+            request.pieces.popleft()
         for request in batch:
             request.launched += self._frames_per_launch
+
+    def _next_pass(self, waiting: list[Request]) -> tuple[list[Request], list[Piece]]:
+        owners = {request.pieces[0].row: request for request in waiting}
+        pieces = self._prefill.next_pass([request.pieces[0] for request in waiting])
+        return [owners[piece.row] for piece in pieces], pieces
 
     @contextlib.contextmanager
     def _aborting(self, requests: list[Request]) -> Iterator[None]:

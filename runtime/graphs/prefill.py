@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ PIECE = 512
 # Most prompts of a pass, and tokens of a pass, to which fewer are padded; from 512 on in tiles of the linears.
 PROMPTS = 16
 TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
-# Most tokens of a pass, padding included: running streams wait for no more than this between two frames.
+# Most tokens of a pass, padding included: running streams wait for no more than this with a frame.
 MAX_TOKENS = TOKENS[-1]
 # Tokens, padding included, from which a linear into the residual stream is faster in one piece than in slices of its
 # inputs. The bits are the same.
@@ -111,8 +111,7 @@ class Prefill:
         columns = 1 + model.config.n_vq
         self._sizes = prompts, 3 * (self.max_tokens // TILE), (prompts + self.max_tokens) * columns
         self._inputs = torch.zeros(sum(self._sizes), dtype=torch.int64, device=model.device)
-        # Prompts go ahead of frames: a step takes nearly the same with a row more.
-        options = {"device": model.device, "stream": stream, "priority": -1, "metrics": metrics, "enabled": graphs}
+        options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("prefill", [(count,) for count in self.buckets], self.compute, **options)
 
     def warm_up(self, progress=lambda: None) -> None:
@@ -129,6 +128,10 @@ class Prefill:
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """One pass over pieces as `next_pass` gives them. On CUDA the current stream must be that of the graphs."""
+        self.graphs.run(self.fill_inputs(pieces))
+
+    def fill_inputs(self, pieces: Sequence[Piece]) -> int:
+        """Copy a pass to the device without waiting; returns its tokens, padded to a bucket."""
         config, null_row = self.model.config, self.kv.rows
         tiles = [tile for piece in pieces for tile in piece.tiles]
         tokens = bucket_for(TILE * len(tiles), self.buckets)
@@ -145,10 +148,14 @@ class Prefill:
         if self._inputs.is_cuda:
             values = values.pin_memory()
         self._inputs[: len(values)].copy_(values, non_blocking=True)
-        self.graphs.run(tokens)
+        return tokens
 
     def compute(self, tokens: int) -> None:
         """The work of a pass: static inputs to pages and staging rows; this is what a graph holds."""
+        self.layers(*self.begin(tokens))
+
+    def begin(self, tokens: int) -> tuple[Tensor, "PagedContext"]:
+        """Fill the staging rows of a pass; the embeddings [T, H] of its tokens, and where they lie."""
         columns = 1 + self.model.config.n_vq
         rows, tiles, ids = self._inputs.split(self._sizes)
         staging = self.pool.staging
@@ -156,25 +163,45 @@ class Prefill:
         # Padding writes what the null row holds to the null row.
         live = (rows != self.kv.rows)[:, None]
         staging.index_copy_(0, rows, torch.where(live, last, staging[rows]))
-        self._layers(embeds, PagedContext(self.kv, tiles.view(-1, 3)[: tokens // TILE]))
+        return embeds, PagedContext(self.kv, tiles.view(-1, 3)[: tokens // TILE])
 
-    def _layers(self, x: Tensor, cache: "PagedContext") -> None:
-        """Run x [M, H] through the backbone for its keys and values; the last layer stops there."""
-        layers, eps = self._step.layers, self.model.config.backbone.rms_norm_eps
+    def layers(self, x: Tensor, context: "PagedContext", attend: Callable[..., None] | None = None) -> Tensor | None:
+        """Run tokens through the backbone for their keys and values, and rows of a decode step behind them for all.
+
+        Args:
+            x: [T+B, H]. Embeddings of T tokens and B rows; overwritten.
+            context: of the tokens, whose last layer stops at keys and values.
+            attend: attention of the rows: called with the number of a layer, qkv [B, .] and `out` [B, Hq*D]. None if
+                there are no rows.
+
+        Returns:
+            [B, H]. Hidden states of the rows after the final norm, bitwise those of `BackboneStep.step` on a GPU.
+        """
+        step, tokens, eps = self._step, context.tokens, self.model.config.backbone.rms_norm_eps
+        layers = step.layers
         normed, qkv = torch.empty_like(x), x.new_empty(len(x), len(layers[0].qkv))
         inner = x.new_empty(len(x), layers[0].down.shape[1])
-        q = torch.zeros(len(x), layers[0].o.shape[1], dtype=x.dtype, device=x.device)
-        partials = None
+        # Queries of padding are not written.
+        q = torch.zeros(tokens, layers[0].o.shape[1], dtype=x.dtype, device=x.device)
+        attended, partials = x.new_empty(len(x), q.shape[1]), None
         for index, layer in enumerate(layers):
             rms_norm(x, partials, layer.input_norm, eps, normed)
             prefill_linear(normed, layer.qkv, qkv)
-            cache.append(index, qkv, layer, eps, self._step.cos_sin, q)
+            if attend is not None:
+                attend(index, qkv[tokens:], out=attended[tokens:])
+            context.append(index, qkv[:tokens], layer, eps, step.cos_sin, q)
             if index == len(layers) - 1:
-                return
-            partials = _add(cache.attend(index, q), layer.o, x)
+                break
+            context.attend(index, q, attended[:tokens])
+            partials = _add(attended, layer.o, x)
             rms_norm(x, partials, layer.mlp_norm, eps, normed)
             prefill_linear(normed, layer.gate_up, inner, gate_up=True)
             partials = _add(inner, layer.down, x)
+        if attend is None:
+            return None
+        x, attended, inner, normed = (tensor[tokens:] for tensor in (x, attended, inner, normed))
+        step.end_layer(layers[-1], step.backbone.norm.weight.detach(), x, attended, inner, normed)
+        return normed
 
 
 def _add(x: Tensor, weight: Tensor, stream: Tensor) -> Tensor | None:
@@ -191,26 +218,28 @@ class PagedContext:
     """Where the tokens of one pass lie in the pages, and attention over them and what earlier pieces wrote.
 
     Each token is a row of its own to `kv_append`, which writes its key and value.
+
+    Attributes:
+        tokens: of the tiles, padding included.
     """
 
     def __init__(self, kv: PagedKV, tiles: Tensor):
         """Args: tiles: [T, 3] int64. Row, first position and number of tokens of each tile."""
         row, first, count = tiles.unbind(1)
         self.kv, self._tiles, self._tables = kv, tiles[:, 1:].int(), kv.page_table[row]
+        self.tokens = TILE * len(tiles)
         steps = torch.arange(TILE, device=tiles.device)
         self._positions = (first[:, None] + steps).int().flatten()
         self._active = (steps < count[:, None]).flatten()
         self._token_tables = self._tables.repeat_interleave(TILE, 0)
-        self._row_map = torch.arange(len(self._active), dtype=torch.int32, device=tiles.device)
+        self._row_map = torch.arange(self.tokens, dtype=torch.int32, device=tiles.device)
 
     def append(self, layer: int, qkv: Tensor, weights: StepLayer, eps: float, cos_sin: Tensor, q: Tensor) -> None:
         """Write keys and values of a layer into the pages, and the rotated queries into q [M, heads*D]."""
         pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._token_tables, self._positions)
         kv_append(qkv, weights.q_norm, weights.k_norm, eps, cos_sin, *pages, self._row_map, self._active, q)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attention output [M, heads*D] of the queries."""
-        out = torch.empty_like(q)
         pages = (self.kv.key_pages[layer], self.kv.value_pages[layer], self._tables)
         prefill_attention(q, *pages, self._tiles, out)
-        return out

@@ -44,7 +44,6 @@ class Request:
     max_frames: int
     seed: int
     pieces: deque[Piece]
-    prefilled: torch.cuda.Event | None = None
     launched: int = 0
     known: int = 0
     paused: bool = False

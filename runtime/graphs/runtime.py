@@ -13,6 +13,7 @@ from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import BUCKETS, bucket_for
 from moss_runtime.graphs.frame import FrameGraph
 from moss_runtime.graphs.launcher import Launcher
+from moss_runtime.graphs.mixed import MixedStep
 from moss_runtime.graphs.prefill import MAX_TOKENS, PROMPTS, Prefill, cut
 from moss_runtime.graphs.requests import Flights, FrameDelta, Request
 from moss_runtime.model.codec import Codec
@@ -34,8 +35,7 @@ class Runtime:
 
     Attributes:
         model, pool, kv: what it was made with and of.
-        frame: frame graphs, on their stream.
-        prefill: prefill graphs, on their stream.
+        frame, prefill, mixed: graphs of frames, of prefill passes and of both at once, on one stream.
         feed: makes audio of frames, on a stream of its own; None without a codec.
     """
 
@@ -102,23 +102,23 @@ class Runtime:
         frames = {"buckets": buckets, "frames": (frames_per_launch,)}
         self.frame = FrameGraph(*parts, **frames, timer=timer, **graph_options)
         passes = {"prompts": min(PROMPTS, rows), "max_tokens": prefill_tokens}
-        self.prefill = Prefill(*parts, **passes, **graph_options)
+        self.prefill = Prefill(*parts, **passes, stream=self.frame.graphs.stream, **graph_options)
+        self.mixed = MixedStep(self.frame, self.prefill, frames=frames_per_launch, **graph_options)
         self.feed = None if codec is None else AudioFeed(codec, streams=rows, chunks=chunks, metrics=metrics)
         if metrics is not None:
             metrics.watch(rows=lambda: self.pool.in_use, pages=lambda: pages - self.kv.free_pages)
         self._requests: dict[Hashable, Request] = {}
         self._flights = Flights(self.pool)
         launches = {"frames_per_launch": frames_per_launch, "abort": self.abort}
-        self._launcher = Launcher(self.frame, self.prefill, self.kv, self._flights, **launches)
+        self._launcher = Launcher(self.frame, self.prefill, self.mixed, self.kv, self._flights, **launches)
         self._deltas: list[FrameDelta] = []
         if model.device.type == "cuda":
-            for part in (self.frame, self.prefill):
-                part.graphs.stream.wait_stream(torch.cuda.current_stream(model.device))
+            self.frame.graphs.stream.wait_stream(torch.cuda.current_stream(model.device))
 
     @property
     def graph_count(self) -> int:
         """Number of graphs that `warm_up` captures."""
-        return len(self.frame.graphs.shapes) + len(self.prefill.graphs.shapes)
+        return sum(len(part.graphs.shapes) for part in (self.frame, self.prefill, self.mixed))
 
     @property
     def busy(self) -> bool:
@@ -144,8 +144,8 @@ class Runtime:
             prefill: False leaves prefill without graphs: it starts sooner and serves each prompt a little later.
         """
         with annotate(Range.WARM_UP):
-            for part in (self.frame, self.prefill) if prefill else (self.frame,):
-                with torch.cuda.stream(part.graphs.stream):
+            with torch.cuda.stream(self.frame.graphs.stream):
+                for part in (self.frame, self.prefill, self.mixed) if prefill else (self.frame,):
                     part.warm_up(progress)
             if self.feed is not None:
                 self.feed.warm_up()
@@ -207,7 +207,7 @@ class Runtime:
 
     @torch.no_grad()
     def step(self) -> list[FrameDelta]:
-        """Enqueue the next work, without waiting: a prefill pass, and the next frames of every row that has room.
+        """Enqueue the next work, without waiting: the next frames of every row that has room, and a prefill pass.
 
         A row that finds no KV pages is left out until some are free.
 
@@ -220,9 +220,7 @@ class Runtime:
         """
         self._poll()
         if len(self._flights) < self._max_in_flight:
-            requests = self._requests.values()
-            self._launcher.prefill(requests)
-            shortage = self._launcher.frames(requests)
+            shortage = self._launcher.step(self._requests.values())
             if shortage is not None and not (self._flights or self._deltas):
                 raise shortage
         self._poll()
@@ -263,11 +261,7 @@ class Runtime:
     def _forget(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.lease.request_id]
-        stream = self.frame.graphs.stream
-        with torch.cuda.stream(stream):
-            # An aborted prompt may still be on its way into the pages.
-            if request.prefilled is not None:
-                stream.wait_event(request.prefilled)
+        with torch.cuda.stream(self.frame.graphs.stream):
             self.kv.release(request.lease.row)
 
     def _request(self, lease: RowLease) -> Request:

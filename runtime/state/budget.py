@@ -125,8 +125,9 @@ class MemoryBudget:
     def measure(self, runtime: Runtime) -> None:
         """Fill in what a live runtime takes, best after its warm-up; the head-room is what is free then."""
         self.measured = _tensor_bytes(runtime)
-        captured = [runtime.frame.graphs, runtime.prefill.graphs, *([] if runtime.feed is None else [runtime.feed])]
-        self.measured["graph pools"] = sum(part.bytes for part in captured)
+        sets = [part.graphs for part in (runtime.frame, runtime.prefill, runtime.mixed)]
+        sets += [] if runtime.feed is None else [runtime.feed]
+        self.measured["graph pools"] = sum(part.bytes for part in sets)
         device = runtime.model.device
         self.measured["head-room"] = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
@@ -249,12 +250,14 @@ def _local_kernel_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.d
 
 
 def _pool_bytes(config: ModelConfig, runtime: Runtime, device: torch.device, graphs: bool) -> int:
-    """An estimate of what captured graphs hold: the activations of the largest prefill pass, and the graphs."""
+    """An estimate of what captured graphs hold: the activations of the largest prefill pass alone and of the largest
+    with frames, and the graphs."""
     backbone = config.backbone
     queries = backbone.num_attention_heads * backbone.head_dim
     qkv = queries + 2 * backbone.num_key_value_heads * backbone.head_dim
     width = 2 * backbone.hidden_size + 2 * queries + qkv + backbone.intermediate_size
-    activations = runtime.prefill.max_tokens * width * runtime.model.dtype.itemsize
+    rows = 2 * runtime.prefill.max_tokens + runtime.frame.buckets[-1]
+    activations = rows * width * runtime.model.dtype.itemsize
     return activations + GRAPH_BYTES * runtime.graph_count * (graphs and device.type == "cuda")
 
 
