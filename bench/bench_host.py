@@ -42,8 +42,9 @@ def engine():
     codec = random_codec(codec_config("tiny"), device="cpu")
     with mock.patch.object(Engine, "_run"), Engine(config, model, codec, RandomPrompts(model.config)) as engine:
         report = engine.runtime.frame.buffers.report
-        engine.runtime.frame.graphs.run = lambda bucket, count: report[:bucket].add_(count)
-        engine.runtime.prefill.graphs.run = lambda *shape: None
+        frame, prefill, mixed = (getattr(engine.runtime, part).graphs for part in ("frame", "prefill", "mixed"))
+        frame.run = mixed.run = lambda bucket, count, *tokens: report[:bucket].add_(count)
+        prefill.run = lambda *shape: None
         engine.stage.chunk.compute = lambda *shape: None
         yield engine
 

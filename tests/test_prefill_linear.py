@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from moss_kernels import _launch, _library
-from moss_kernels.backbone_linear import split_count
+from moss_kernels.backbone_linear import backbone_linear, split_count
 from moss_kernels.prefill_linear import cuda_kernel, prefill_linear
 from moss_kernels.prefill_linear.triton_fallback import prefill_linear_triton
 from moss_kernels.rms_norm import rms_norm
@@ -158,6 +158,18 @@ def test_rows_do_not_depend_on_the_batch_or_the_tile(kind, n, k):
             part = stream[..., index, :].contiguous()
             cuda_kernel.prefill_linear_cuda(x[index], weight, gate_up, add, part, columns=columns)
             require_equal(f"{rows} rows, {columns} columns", part, out[..., index, :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 20, 64, 128])
+@pytest.mark.parametrize(("kind", "n", "k"), [case for case in CASES if case[0] != "add"])
+def test_bits_are_those_of_backbone_linear(kind, n, k, rows):
+    """Frames that go along with a prefill pass are those of a step."""
+    x, weight, gate_up, _, out = on_gpu(kind, rows, n, k)
+    step = torch.empty_like(out)
+    cuda_kernel.prefill_linear_cuda(x, weight, gate_up, False, out)
+    backbone_linear(x, weight, step, gate_up=gate_up)
+    require_equal(f"{rows} rows", step, out)
 
 
 @pytest.mark.gpu

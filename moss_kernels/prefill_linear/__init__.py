@@ -69,7 +69,7 @@ def prefill_linear(
     """`x @ weight.T`: whole, gated, added to a residual stream, or as sums over slices of K that `rms_norm` adds up.
 
     Products accumulate in float32. On a GPU a row's result is bitwise the same whatever the number of rows and its
-    place among them, and the same whether it is added here or by `rms_norm`.
+    place among them, the same as `backbone_linear` gives it, and the same whether it is added here or by `rms_norm`.
 
     Args:
         x: [B, K] float32 or bfloat16.
