@@ -1,9 +1,10 @@
 // moss_prefill_linear: for many rows, where the time is that of the tensor cores. A persistent block takes tiles of 64
-// rows for each of its consumers, two or three warpgroups, and N outputs; one more thread keeps the copy engine ahead.
+// rows for each of its consumers, one to three warpgroups, and N outputs; one more thread keeps the copy engine ahead.
 // The sum over a slice of K runs in steps of 16 in ascending order in every tile, so that its size cannot show.
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "checks.h"
@@ -18,11 +19,14 @@ namespace {
 using bf16 = __nv_bfloat16;
 
 constexpr char kOp[] = "prefill_linear";
+constexpr int kRegisters[] = {0, 240, 240, 160};  // of a consumer's thread, by the number of consumers
+constexpr int kTileCycles = 3000;                 // that a tile takes beside its products
 
 // What the kernel reads: the caller's parameters, the tensors as the copy engine sees them, and counts.
 struct Arguments : PrefillLinearParams {
   CUtensorMap x_map, weight_map;
   int row_tiles, column_tiles, tiles, steps;  // `steps`: of a slice
+  int box_rows;                               // of x, that come at once
 };
 
 // First row and column of a tile, and its slice of K if slices are kept apart. Neighbours share their weights.
@@ -38,18 +42,30 @@ struct Tile {
   }
 };
 
+// Weights of the first stages come before the wait for the kernel ahead.
 template <int N, int CONSUMERS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+  const auto load_weights = [&](int column, int step, int stage) {
+    barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
+    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, column, shared.full(stage));
+  };
+  const auto load_rows = [&](int row, int step, int stage) {
+    tensor_load(shared.rows(stage), arguments.x_map, step * kStep, row, shared.full(stage));
+  };
   Ring<shared.kStages> ring;
   const int steps = arguments.mode == MOSS_LINEAR_PARTIAL ? arguments.steps : arguments.steps * arguments.slices;
-  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {
+  const Tile<N, CONSUMERS> first(arguments, blockIdx.x);
+  const int begin = first.slice * steps, early = min(steps, shared.kStages);
+  for (int i = 0; i < early; ++i) load_weights(first.column, begin + i, i);
+  cudaGridDependencySynchronize();
+  for (int i = 0; i < early; ++i, ring.advance()) load_rows(first.row, begin + i, i);
+  int done = early;  // steps of the tile
+  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, done = 0) {
     const Tile<N, CONSUMERS> tile(arguments, index);
-    for (int step = tile.slice * steps; step < (tile.slice + 1) * steps; ++step, ring.advance()) {
+    for (int step = tile.slice * steps + done; step < (tile.slice + 1) * steps; ++step, ring.advance()) {
       barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-      const uint32_t full = shared.full(ring.stage);
-      barrier_expect(full, shared.kStageBytes);
-      tensor_load(shared.rows(ring.stage), arguments.x_map, step * kStep, tile.row, full);
-      tensor_load(shared.weights(ring.stage), arguments.weight_map, step * kStep, tile.column, full);
+      load_weights(tile.column, step, ring.stage);
+      load_rows(tile.row, step, ring.stage);
     }
   }
 }
@@ -80,29 +96,51 @@ struct Place {
   }
 };
 
-// The sums as bf16, 16 bytes at a time: whole, or the gated ones, of which there are half as many.
+// The pairs of sums of four blocks of 8 columns, `block` the first, as bf16; what lies beyond the tile is zero. Lane q
+// of four gets all of block + q.
+template <int N>
+__device__ __forceinline__ uint4 gather(const float (&sum)[N / 2], int block, int half) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = &sum[4 * (block + i) + 2 * half];
+    words[i] = block + i < N / 8 ? pack_bf16(pair[0], pair[1]) : 0;
+  }
+  transpose_quad(words);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// The same of gated pairs, of which there are half as many.
+template <int N>
+__device__ __forceinline__ uint2 gather_gated(const float (&sum)[N / 2], int block, int half) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = &sum[4 * (block + i) + 2 * half];
+    words[i] = block + i < N / 8 ? pack_bf16(gated(pair[0], pair[1]), 0) : 0;
+  }
+  transpose_quad(words);
+  return {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)};
+}
+
+// The sums as bf16, whole or gated.
 template <int N, bool GATE>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, bf16* out) {
-  constexpr int kBlocks = GATE ? 8 : 4, kShare = GATE ? 2 : 1;  // blocks of 8 columns that make four times 16 bytes
-  const int width = place.outputs / kShare;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t row = place.row + 8 * half;
 #pragma unroll
-    for (int block = 0; block < N / 8; block += kBlocks) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = &sum[4 * (block + i * kShare) + 2 * half];
-        words[i] = GATE ? pack_bf16(gated(pair[0], pair[1]), gated(pair[4], pair[5])) : pack_bf16(pair[0], pair[1]);
+    for (int block = 0; block < N / 8; block += 4) {
+      const int mine = block + place.quarter, column = place.column + 8 * mine;
+      const bool inside = mine < N / 8 && row < place.rows && column < place.outputs;
+      bf16* const target = out + (row * place.outputs + column) / (GATE ? 2 : 1);
+      if constexpr (GATE) {
+        const uint2 packed = gather_gated<N>(sum, block, half);
+        if (inside) *reinterpret_cast<uint2*>(target) = packed;
+      } else {
+        const uint4 packed = gather<N>(sum, block, half);
+        if (inside) *reinterpret_cast<uint4*>(target) = packed;
       }
-      transpose_quad(words);
-      uint4 packed = {words[0], words[1], words[2], words[3]};
-      if (GATE)
-        packed = {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410),
-                  __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)};
-      const int column = (place.column + 8 * block) / kShare + 8 * place.quarter;
-      if (row < place.rows && column < width) *reinterpret_cast<uint4*>(out + row * width + column) = packed;
     }
   }
 }
@@ -148,6 +186,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CO
   Ring<shared.kStages> ring;
   const int group = threadIdx.x / 128 - 1;
   bf16* const out = static_cast<bf16*>(arguments.out);
+  cudaGridDependencySynchronize();
   for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {
     const Tile<N, CONSUMERS> tile(arguments, index);
     const int first_row = tile.row + group * kGroupRows;
@@ -181,12 +220,11 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
-  cudaGridDependencySynchronize();
   if (threadIdx.x < 128) {
     registers_shrink<24>();
     if (threadIdx.x == 0) produce(arguments, shared);
   } else {
-    registers_grow<CONSUMERS == 2 ? 240 : 160>();
+    registers_grow<kRegisters[CONSUMERS]>();
     consume<N, MODE>(arguments, shared);
   }
 }
@@ -200,7 +238,9 @@ MossStatus launch(const PrefillLinearParams& params, int tiles, int multiprocess
   arguments.column_tiles = (params.outputs + N - 1) / N;
   arguments.tiles = tiles;
   arguments.steps = params.inputs / params.slices / kStep;
-  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, Memory::kRows);
+  // A row beyond the last costs the copy engine no less than others; only the swizzle, of eight, needs some.
+  arguments.box_rows = params.rows < Memory::kRows ? (params.rows + 7) / 8 * 8 : Memory::kRows;
+  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, arguments.box_rows);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
   const auto kernel = prefill_linear_kernel<N, MODE, CONSUMERS>;
   if (status == MOSS_OK)
@@ -217,20 +257,31 @@ struct Variant {
   int columns, consumers;
   MossStatus (*launch)(const PrefillLinearParams&, int tiles, int multiprocessors);
 
+  int rows() const { return kGroupRows * consumers; }
+  int slices(const PrefillLinearParams& params) const { return mode == MOSS_LINEAR_PARTIAL ? params.slices : 1; }
   int64_t tiles(const PrefillLinearParams& params) const {
-    const int64_t rows = kGroupRows * consumers, slices = mode == MOSS_LINEAR_PARTIAL ? params.slices : 1;
-    return (params.rows + rows - 1) / rows * ((params.outputs + columns - 1) / columns) * slices;
+    return int64_t{(params.rows + rows() - 1) / rows()} * ((params.outputs + columns - 1) / columns) * slices(params);
+  }
+  // Of the multiprocessor with the most tiles: those of its tensor cores, or of its shared memory if those are more,
+  // which takes and gives 128 bytes in one, and operands of 16 inputs to each group of rows.
+  int64_t cycles(const PrefillLinearParams& params, int multiprocessors) const {
+    const int products = 2 * consumers * columns, memory = (consumers + 1) * columns + 128 * consumers;
+    const int64_t steps = params.inputs / slices(params) / kStep;
+    return (tiles(params) + multiprocessors - 1) / multiprocessors * (steps * std::max(products, memory) + kTileCycles);
   }
 };
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS = 2>
+template <PrefillLinearMode MODE, int CONSUMERS, int N>
 constexpr Variant kVariant = {MODE, N, CONSUMERS, launch<N, MODE, CONSUMERS>};
 
+// Widths for one or two tiles on each of 132 multiprocessors at the sizes that prompts mostly have.
 constexpr Variant kVariants[] = {
-    kVariant<256, MOSS_LINEAR_WHOLE>,   kVariant<128, MOSS_LINEAR_WHOLE>,      kVariant<256, MOSS_LINEAR_GATE_UP>,
-    kVariant<128, MOSS_LINEAR_GATE_UP>, kVariant<192, MOSS_LINEAR_GATE_UP, 3>, kVariant<256, MOSS_LINEAR_PARTIAL>,
-    kVariant<200, MOSS_LINEAR_PARTIAL>, kVariant<128, MOSS_LINEAR_PARTIAL>,    kVariant<200, MOSS_LINEAR_ADD>,
-    kVariant<128, MOSS_LINEAR_ADD>,
+    kVariant<MOSS_LINEAR_WHOLE, 1, 144>,   kVariant<MOSS_LINEAR_WHOLE, 1, 192>,   kVariant<MOSS_LINEAR_WHOLE, 1, 240>,
+    kVariant<MOSS_LINEAR_WHOLE, 2, 144>,   kVariant<MOSS_LINEAR_WHOLE, 2, 192>,   kVariant<MOSS_LINEAR_WHOLE, 2, 240>,
+    kVariant<MOSS_LINEAR_WHOLE, 3, 192>,   kVariant<MOSS_LINEAR_GATE_UP, 2, 152>, kVariant<MOSS_LINEAR_GATE_UP, 3, 152>,
+    kVariant<MOSS_LINEAR_GATE_UP, 2, 256>, kVariant<MOSS_LINEAR_PARTIAL, 1, 160>, kVariant<MOSS_LINEAR_PARTIAL, 3, 80>,
+    kVariant<MOSS_LINEAR_PARTIAL, 2, 160>, kVariant<MOSS_LINEAR_PARTIAL, 2, 200>, kVariant<MOSS_LINEAR_PARTIAL, 2, 240>,
+    kVariant<MOSS_LINEAR_ADD, 2, 128>,     kVariant<MOSS_LINEAR_ADD, 2, 160>,     kVariant<MOSS_LINEAR_ADD, 2, 200>,
 };
 
 // The variant that keeps the multiprocessors busy for the shortest time.
@@ -244,14 +295,15 @@ MossStatus dispatch(const PrefillLinearParams& params) {
   const Variant* best = nullptr;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const Variant& variant : kVariants) {
-    if (variant.mode != params.mode || (params.columns != 0 && variant.columns != params.columns)) continue;
-    const int64_t waves = (variant.tiles(params) + multiprocessors - 1) / multiprocessors;
-    const int64_t time = waves * variant.columns * variant.consumers;
-    if (time < least) best = &variant, least = time;
+    if (variant.mode != params.mode || (params.tile_rows != 0 && variant.rows() != params.tile_rows) ||
+        (params.columns != 0 && variant.columns != params.columns))
+      continue;
+    const int64_t cycles = variant.cycles(params, multiprocessors);
+    if (cycles < least) best = &variant, least = cycles;
   }
   if (best == nullptr)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `columns` must be a width that the mode has, got %d", kOp,
-                     params.columns);
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: the mode has no tile of %d rows and %d columns", kOp,
+                     params.tile_rows, params.columns);
   const int64_t tiles = best->tiles(params);
   if (tiles > std::numeric_limits<int>::max() - multiprocessors)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `rows` must be fewer, got %d", kOp, params.rows);

@@ -1,4 +1,4 @@
-"""prefill_linear: plain linears, and every implementation, width of a tile and number of rows against them."""
+"""prefill_linear: plain linears, and every implementation, tile and number of rows against them."""
 
 import ctypes
 
@@ -18,8 +18,14 @@ KINDS = ["whole", "gate_up", "partial", "add"]
 QKV, GATE_UP, OUT, DOWN, UNEVEN = (6144, 2560), (19456, 2560), (2560, 4096), (2560, 9728), (272, 2048)
 CASES = [("whole", *QKV), ("gate_up", *GATE_UP), ("partial", *OUT), ("add", *OUT), ("partial", *DOWN), ("add", *DOWN)]
 CASES += [("whole", 48, 64), ("gate_up", 48, 64), ("partial", *UNEVEN), ("add", *UNEVEN)]
-COLUMNS = {"whole": (128, 256), "gate_up": (128, 192, 256), "partial": (128, 200, 256), "add": (128, 200)}
-ROWS = [1, 7, 64, 128, 129, 160, 600, 1280]
+# Rows and columns.
+TILES = {
+    "whole": [(64, 144), (64, 192), (64, 240), (128, 144), (128, 192), (128, 240), (192, 192)],
+    "gate_up": [(128, 152), (192, 152), (128, 256)],
+    "partial": [(64, 160), (192, 80), (128, 160), (128, 200), (128, 240)],
+    "add": [(128, 128), (128, 160), (128, 200)],
+}
+ROWS = [1, 7, 64, 128, 129, 160, 320, 448, 600, 1280]
 
 
 def make_arguments(kind, rows, n, k, *, dtype=torch.float32, device="cpu"):
@@ -154,10 +160,11 @@ def test_rows_do_not_depend_on_the_batch_or_the_tile(kind, n, k):
     cuda_kernel.prefill_linear_cuda(x, weight, gate_up, add, out)
     for rows in ROWS:
         index = torch.randperm(len(x), device="cuda")[:rows]
-        for columns in COLUMNS[kind]:
+        for tile_rows, columns in [(0, 0), *TILES[kind]]:
             part = stream[..., index, :].contiguous()
-            cuda_kernel.prefill_linear_cuda(x[index], weight, gate_up, add, part, columns=columns)
-            require_equal(f"{rows} rows, {columns} columns", part, out[..., index, :])
+            options = {"columns": columns, "tile_rows": tile_rows}
+            cuda_kernel.prefill_linear_cuda(x[index], weight, gate_up, add, part, **options)
+            require_equal(f"{rows} rows, tile of {tile_rows} x {columns}", part, out[..., index, :])
 
 
 @pytest.mark.gpu

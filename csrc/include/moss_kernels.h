@@ -427,13 +427,13 @@ typedef struct PrefillLinearParams {
   int32_t outputs; /* N, a multiple of 16, at most 2^30 */
   int32_t inputs;  /* K, a multiple of 64 * slices */
   int32_t slices;  /* S, 1 .. 64; 1 unless PARTIAL or ADD */
-  int32_t columns; /* outputs of a tile, with the same result: 128, 192 (GATE_UP), 200 (PARTIAL, ADD), 256 (not ADD); 0:
-                      the fastest */
+  int32_t columns; /* outputs of a tile; prefill_linear.cu lists tiles, which all have the same result. 0: the fastest */
   const void* x;      /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
   const void* weight; /* [N, K] bf16 contiguous */
   void* out;          /* written; read too with ADD */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
-  int32_t reserved;
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait the kernel reads
+                               `weight` alone) */
+  int32_t tile_rows;        /* rows of a tile, as `columns` */
   void* stream; /* cudaStream_t */
 } PrefillLinearParams;
 

@@ -30,7 +30,7 @@ class PrefillLinearParams(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("dependent_launch", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 
@@ -50,13 +50,20 @@ def _function():
 
 
 def prefill_linear_cuda(
-    x: torch.Tensor, weight: torch.Tensor, gate_up: bool, add: bool, out: torch.Tensor, *, columns: int = 0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: bool,
+    add: bool,
+    out: torch.Tensor,
+    *,
+    columns: int = 0,
+    tile_rows: int = 0,
 ) -> None:
     """See `moss_kernels.prefill_linear`; for what `takes` allows.
 
     Args:
         x, weight, gate_up, add, out: of the op.
-        columns: outputs of a tile that the mode has, with the same results; 0: the fastest.
+        columns, tile_rows: of a tile that the mode has, all with the same results; 0: the fastest.
     """
     sliced = add or out.dim() == 3
     params = PrefillLinearParams(
@@ -68,6 +75,7 @@ def prefill_linear_cuda(
         inputs=x.shape[1],
         slices=split_count(*weight.shape) if sliced else 1,
         columns=columns,
+        tile_rows=tile_rows,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         out=out.data_ptr(),

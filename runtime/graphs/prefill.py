@@ -28,7 +28,7 @@ TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 11
 MAX_TOKENS = TOKENS[-1]
 # Tokens, padding included, from which a linear into the residual stream is faster in one piece than in slices of its
 # inputs. The bits are the same.
-WHOLE_TOKENS = 768
+WHOLE_TOKENS = 576
 
 
 @dataclasses.dataclass(frozen=True)
