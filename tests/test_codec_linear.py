@@ -223,15 +223,18 @@ def test_the_library_product_in_the_interpreter(kind):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("single_rows", [0, 9])
-@pytest.mark.parametrize("k", [40, 600])
-def test_layer_norm_in_the_interpreter(monkeypatch, single_rows, k):
-    """A row at a time in registers, and several rows in parts."""
-    monkeypatch.setattr(row_kernels, "NORM_SINGLE_ROWS", single_rows)
-    x, weight, bias = torch.randn(9, k) * 2 + 1, torch.randn(k), torch.randn(k)
-    out = torch.full_like(x, torch.nan)
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
+)
+@pytest.mark.parametrize("k", [39, 40, 600, 768])
+def test_layer_norm_in_the_interpreter(k, x_dtype, dtype):
+    """Rows of one part, of several, and of whole ones."""
+    x, weight, bias = (torch.randn(9, k) * 2 + 1).to(x_dtype), torch.randn(k).to(dtype), torch.randn(k).to(dtype)
+    out = torch.full((9, k), torch.nan, dtype=dtype)
     row_kernels.layer_norm(x, weight, bias, out)
-    torch.testing.assert_close(out, F.layer_norm(x, (k,), weight, bias), rtol=1e-5, atol=1e-5)
+    expected = F.layer_norm(x.float(), (k,), weight.float(), bias.float())
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter rounds towards 0
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.parametrize(

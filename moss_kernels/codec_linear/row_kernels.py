@@ -10,14 +10,35 @@ from .epilogue import gelu
 from .reference import NORM_EPS
 
 EPS = tl.constexpr(NORM_EPS)
-# Up to so many rows a program is one warp, which holds a row in registers: the time is that of one trip to memory.
-NORM_SINGLE_ROWS = 4096
+# Rows of a program, a warp for each; weight and bias then come from L2 once for all of them, and from L1 after that.
 NORM_ROWS = 4
-NORM_WARPS = 4
 # Columns at a time: 16 bytes of bfloat16 for each thread of a warp.
 NORM_BLOCK = 256
 EPILOGUE_BLOCK = 2048
 EPILOGUE_WARPS = 4
+
+
+@triton.jit
+def _load(ptr, offset, inside, start: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns from `start` on of BLOCK_M rows of K; bfloat16 in words of two, which fewer instructions widen."""
+    word: tl.constexpr = 2 if ptr.dtype.element_ty == tl.bfloat16 and K % 2 == 0 else 1
+    if word == 2:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    # In the shape of all rows also where they have the same: each thread then loads what it needs.
+    column = tl.broadcast_to(tl.arange(0, BLOCK_K // word)[None, :], (BLOCK_M, BLOCK_K // word))
+    inside = inside & (column < (K - start) // word)
+    return tl.load(ptr + offset // word + start // word + column, mask=inside, other=0)
+
+
+@triton.jit
+def _widen(part):
+    if part.dtype == tl.int32:
+        low = (part << 16).to(tl.float32, bitcast=True)
+        high = (part & -65536).to(tl.float32, bitcast=True)
+        wide = tl.join(low, high).reshape(part.shape[0], 2 * part.shape[1])
+    else:
+        wide = part.to(tl.float32)
+    return wide
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -33,46 +54,32 @@ def layer_norm_kernel(
     BLOCK_K: tl.constexpr,
 ):
     # A warp has a row, so that sums stay in it.
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_inside = (row < m)[:, None]
-    column = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + row[:, None] * K + column[None, :]
-    out_ptrs = out_ptr + row[:, None] * K + column[None, :]
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = tl.arange(0, BLOCK_K)[None, :]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    if BLOCK_K >= K:
-        # Volatile, or the compiler moves them behind the sums of the row, where each waits for memory.
-        weight = tl.load(norm_weight_ptr + column, mask=column < K, other=0.0, volatile=True)
-        bias = tl.load(norm_bias_ptr + column, mask=column < K, other=0.0, volatile=True)
+    x, weight, bias = (), (), ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        weight += (_load(norm_weight_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
+        bias += (_load(norm_bias_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    if BLOCK_K >= K:
-        inside = row_inside & (column < K)[None, :]
-        x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-        distance = tl.where(inside, x - (tl.sum(x, 1) / K)[:, None], 0.0)
-        factor = tl.math.rsqrt(tl.sum(distance * distance, 1) / K + EPS)[:, None]
-        y = distance * factor * weight.to(tl.float32)[None, :] + bias.to(tl.float32)[None, :]
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        # The row is read three times, from L1 but for the first.
-        total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            inside = row_inside & (column < K - start)[None, :]
-            total += tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-        mean = (tl.sum(total, 1) / K)[:, None]
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            inside = row_inside & (column < K - start)[None, :]
-            x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-            squares += tl.where(inside, (x - mean) * (x - mean), 0.0)
-        factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
-        for start in tl.static_range(0, K, BLOCK_K):
-            inside = row_inside & (column < K - start)[None, :]
-            weight = tl.load(norm_weight_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
-            bias = tl.load(norm_bias_ptr + start + column, mask=column < K - start, other=0.0).to(tl.float32)
-            x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-            y = (x - mean) * factor * weight[None, :] + bias[None, :]
-            tl.store(out_ptrs + start, y.to(out_ptr.dtype.element_ty), mask=inside)
+    for start in tl.static_range(0, K, BLOCK_K):
+        x += (_load(x_ptr, row * K, row < m, start, K, BLOCK_M, BLOCK_K),)
+
+    total = _widen(x[0])
+    for part in tl.static_range(1, len(x)):
+        total += _widen(x[part])
+    mean = (tl.sum(total, 1) / K)[:, None]
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for part in tl.static_range(len(x)):
+        distance = tl.where(column < K - part * BLOCK_K, _widen(x[part]) - mean, 0.0)
+        squares += distance * distance
+    factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
+    for part in tl.static_range(len(x)):
+        y = (_widen(x[part]) - mean) * factor * _widen(weight[part]) + _widen(bias[part])
+        inside = (row < m) & (column < K - part * BLOCK_K)
+        tl.store(out_ptr + row * K + part * BLOCK_K + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -94,8 +101,7 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
     m, k = x.shape
     dependent = dependent_launch(x.device, default=True)
-    rows, block, warps = norm_tile(m, k)
-    layer_norm_kernel[(triton.cdiv(m, rows),)](
+    layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
         x,
         norm_weight,
         norm_bias,
@@ -103,19 +109,11 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
         m,
         K=k,
         DEPENDENT=dependent,
-        BLOCK_M=rows,
-        BLOCK_K=block,
-        num_warps=warps,
+        BLOCK_M=NORM_ROWS,
+        BLOCK_K=min(NORM_BLOCK, triton.next_power_of_2(k)),
+        num_warps=NORM_ROWS,
         launch_pdl=dependent,
     )
-
-
-def norm_tile(m: int, k: int) -> tuple[int, int, int]:
-    """Rows and columns that a program takes at once, and its warps."""
-    columns = triton.next_power_of_2(k)
-    if m <= NORM_SINGLE_ROWS:
-        return 1, columns, 1
-    return NORM_ROWS, min(NORM_BLOCK, columns), NORM_WARPS
 
 
 def finish_product(product: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -8,12 +8,12 @@ from .persistent_kernel import codec_linear_persistent, codec_linear_persistent_
 from .row_kernels import (
     EPILOGUE_BLOCK,
     EPILOGUE_WARPS,
-    NORM_SINGLE_ROWS,
+    NORM_BLOCK,
+    NORM_ROWS,
     epilogue_kernel,
     finish_product,
     layer_norm,
     layer_norm_kernel,
-    norm_tile,
 )
 from .stream_kernel import codec_linear_stream, codec_linear_stream_kernel
 from .tile_kernel import PART, codec_linear_tile_kernel, codec_linear_tiles
@@ -118,10 +118,9 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     pointers |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"}
                     add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds)
         rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
-        for m, k in ((1, 768), (1, 1280), (NORM_SINGLE_ROWS + 1, 768)):
-            block_m, block_k, warps = norm_tile(m, k)
-            options = {"num_warps": warps, "launch_pdl": True}
-            add(layer_norm_kernel, rows, options, K=k, DEPENDENT=True, BLOCK_M=block_m, BLOCK_K=block_k)
+        for k in (768, 1280):
+            options = {"num_warps": NORM_ROWS, "launch_pdl": True}
+            add(layer_norm_kernel, rows, options, K=k, DEPENDENT=True, BLOCK_M=NORM_ROWS, BLOCK_K=NORM_BLOCK)
         product = {"product_ptr": own, "scale_ptr": own, "out_ptr": residual_stream}
         for gelu in (True, False):
             kinds = {"GELU": gelu, "RESIDUAL": not gelu, "BLOCK": EPILOGUE_BLOCK}
