@@ -28,16 +28,21 @@ def rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if DEPENDENT:
         gdc_wait()
-        # Not ahead of the wait: the next kernel would start beside the one before this.
-        gdc_launch_dependents()
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + place, mask=inside, other=0.0)
+    partials = ()
+    for split in tl.static_range(SPLITS):
+        partials += (tl.load(partials_ptr + split * split_stride.to(tl.int64) + place, mask=inside, other=0.0),)
+    if DEPENDENT:
+        # Not ahead of the wait: the next kernel would start beside the one before this. Nor ahead of the loads: no load
+        # crosses it, and else the compiler loads and adds one slice after the other.
+        gdc_launch_dependents()
     if SPLITS > 0:
         total = x.to(tl.float32)
         for split in tl.static_range(SPLITS):
-            total += tl.load(partials_ptr + split * split_stride.to(tl.int64) + place, mask=inside, other=0.0)
+            total += partials[split]
         x = total.to(x.dtype)
         tl.store(x_ptr + place, x, mask=inside)
     wide = x.to(tl.float32)
