@@ -34,10 +34,14 @@ def checkpoint_directory(name: str) -> Path:
 
 
 def named_codec(model: Path) -> str | None:
-    """The codec that a model comes with: its directory `audio_tokenizer/`, or what its config names, or neither."""
+    """The codec that a model comes with: its directory `audio_tokenizer/`, or what its config names, or neither.
+
+    Raises:
+        CheckpointError: as `read_config`, if the directory `audio_tokenizer/` is not there.
+    """
     if (model / CODEC_FOLDER).is_dir():
         return str(model / CODEC_FOLDER)
-    named = read_config(model).get("audio_tokenizer_name_or_path")
+    named = read_config(model, "model").get("audio_tokenizer_name_or_path")
     return named if isinstance(named, str) else None
 
 

@@ -204,6 +204,14 @@ def test_model_without_weights_is_made_at_once(directory):
     subprocess.run([sys.executable, "-c", code, directory], check=True)
 
 
+def test_a_model_and_a_codec_are_told_apart():
+    codec = GOLDEN.parent / "codec"
+    with pytest.raises(CheckpointError, match=r"codec: holds a codec, but `model` must be a MOSS-TTS model$"):
+        MossTTS.from_pretrained(codec)
+    with pytest.raises(CheckpointError, match=rf"{GOLDEN.name}: holds a MOSS-TTS model, but `codec` must be a codec$"):
+        Codec.from_pretrained(GOLDEN)
+
+
 def test_missing_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: No such file"):
         read_config(tmp_path)

@@ -217,14 +217,35 @@ def test_the_installed_program_refuses_with_exit_code_2(demo):
         (["--reference", "none.wav", "x"], "none.wav: no such file"),
         (["--model", "none", "x"], "none: no such checkpoint directory"),
         (["--codec", "none", "x"], "none: no such checkpoint directory"),
-        (["--codec", "demo", "x"], "demo: codec config: number_channels must be"),
-        (["--model", "demo/audio_tokenizer", "--codec", "demo", "x"], "demo/audio_tokenizer: config: `local_text_head"),
         (["--output", "none/out.wav", "x"], "none/out.wav: cannot be written (No such file or directory)"),
         (["--output", ".", "x"], ".: cannot be written (not a regular file)"),
     ],
 )
 def test_bad_options(demo, capsys, options, message):
     assert message in refused_synth(capsys, *options)
+
+
+MODEL_AS_CODEC = "demo: holds a MOSS-TTS model, but `codec` must be a codec\n"
+CODEC_AS_MODEL = "demo/audio_tokenizer: holds a codec, but `model` must be a MOSS-TTS model\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "as_codec", "as_model"),
+    [
+        (["synth", "-o", "out.wav", "x"], ["--model", "demo"], []),
+        (["encode", REFERENCE, "-o", "codes"], [], []),
+        (["decode", "codes", "-o", "out.wav"], [], []),
+        (["inspect"], [], []),
+        (["verify"], ["--model", "demo"], []),
+        (["profile", "codec"], [], []),
+        (["profile", "frame"], None, []),
+        (["bench-engine"], ["--model", "demo"], ["--codec", "demo/audio_tokenizer"]),
+    ],
+)
+def test_a_model_is_no_codec(demo, capsys, command, as_codec, as_model):
+    if as_codec is not None:
+        assert refused(capsys, *command, "--codec", "demo", *as_codec).endswith(MODEL_AS_CODEC)
+    assert refused(capsys, *command, "--model", "demo/audio_tokenizer", *as_model).endswith(CODEC_AS_MODEL)
 
 
 def test_memory_that_is_not_there(demo, capsys, monkeypatch):

@@ -17,26 +17,37 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")  # an 8-bit float without its scale is no weight
 NAMES_SHOWN = 4
+# What an argument of this name takes, and a key that only the config of it has.
+KINDS = {"model": ("a MOSS-TTS model", "gpt2_config"), "codec": ("a codec", "quantizer_kwargs")}
 
 T = TypeVar("T")
 
 
-def read_config(directory: str | Path) -> dict:
+def read_config(directory: str | Path, kind: str | None = None) -> dict:
     """Read `config.json` of a checkpoint directory.
 
+    Args:
+        directory: checkpoint directory.
+        kind: which of KINDS it was given as; None takes any.
+
     Raises:
-        CheckpointError: the directory or file is missing, or the file is not a JSON object.
+        CheckpointError: the directory or file is missing, the file is not a JSON object, or it is that of another kind.
     """
-    return _read_json(_existing_directory(directory) / "config.json")
+    config = _read_json(_existing_directory(directory) / "config.json")
+    if kind is not None and KINDS[kind][1] not in config:
+        for found, key in KINDS.values():
+            if key in config:
+                raise CheckpointError(f"{directory}: holds {found}, but `{kind}` must be {KINDS[kind][0]}")
+    return config
 
 
-def parse_config(directory: str | Path, parse: Callable[[dict], T]) -> T:
-    """What `parse` makes of `config.json`.
+def parse_config(directory: str | Path, kind: str, parse: Callable[[dict], T]) -> T:
+    """What `parse` makes of the `config.json` of a model or a codec.
 
     Raises:
         CheckpointError: as `read_config`, or as `parse`, with the name of the directory.
     """
-    config = read_config(directory)
+    config = read_config(directory, kind)
     try:
         return parse(config)
     except CheckpointError as error:

@@ -134,9 +134,9 @@ class ModelConfig:
         """Read `config.json` of a checkpoint directory.
 
         Raises:
-            CheckpointError: as `from_dict`, or the file is missing or not JSON.
+            CheckpointError: as `from_dict`, or the file is missing, not JSON or that of a codec.
         """
-        return parse_config(directory, cls.from_dict)
+        return parse_config(directory, "model", cls.from_dict)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "ModelConfig":

@@ -76,8 +76,12 @@ class CodecConfig:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "CodecConfig":
-        """Read `config.json` of a codec checkpoint; errors as in `from_dict`, or `CheckpointError` if it is missing."""
-        return parse_config(directory, cls.from_dict)
+        """Read `config.json` of a codec checkpoint.
+
+        Raises:
+            CheckpointError: as `from_dict`, or the file is missing, not JSON or that of a MOSS-TTS model.
+        """
+        return parse_config(directory, "codec", cls.from_dict)
 
     @classmethod
     def from_dict(cls, config: dict) -> "CodecConfig":
