@@ -93,14 +93,11 @@ def wav_writer(
 
     Raises:
         AudioError: unknown subtype; from the function: wrong shape or dtype, or samples that are not finite.
-        UserError: the path cannot be written, or its suffix is that of another format.
+        UserError: the path cannot be written, or its suffix is another.
     """
     if subtype not in SUBTYPES:
         raise AudioError(f"subtype must be one of {', '.join(SUBTYPES)}, got {subtype!r}")
     soundfile = require("soundfile", "reading and writing audio")
-    named = Path(path).suffix[1:].upper()
-    if named in soundfile.available_formats() and not named.startswith("WAV"):
-        raise UserError(f"{path}: the name says {named}, but it would be a WAV file; name it .wav")
 
     def write(audio: Tensor) -> None:
         if audio.ndim != 2 or len(audio) != channels:
@@ -116,7 +113,7 @@ def wav_writer(
 
     try:
         with (
-            replacing(path) as partial,
+            replacing(path, ".wav") as partial,
             soundfile.SoundFile(partial, "w", sampling_rate, channels, subtype, format="WAV") as file,
         ):
             yield write
@@ -135,7 +132,7 @@ def save_wav(path: str | Path, audio: Tensor, sampling_rate: int, subtype: str =
 
     Raises:
         AudioError: wrong shape or dtype, samples that are not finite, unknown subtype.
-        UserError: the path cannot be written.
+        UserError: the path cannot be written, or its suffix is another.
     """
     if audio.ndim != 2:
         raise AudioError(f"audio must be [C, n], got {tuple(audio.shape)}")

@@ -17,14 +17,20 @@ def keep_inputs(output: str | Path, inputs: Iterable[str | Path]) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, suffix: str) -> Iterator[Path]:
     """Yields a new, empty file beside `path` to write to; it takes the place of `path` when the block ends well.
 
     When the block raises, the new file is removed and `path` is left as it was.
 
+    Args:
+        path: of the file.
+        suffix: of files of the format that is written, as in ".wav". `path` must have this one, in any case, or none.
+
     Raises:
-        UserError: `path` cannot be written; raised on entry where it can be known then.
+        UserError: `path` cannot be written, or has another suffix; raised on entry where it can be known then.
     """
+    if Path(path).suffix.lower() not in ("", suffix):
+        raise UserError(f"{path}: would be a {suffix} file; name it so, or without a suffix")
     if os.fspath(path).endswith(os.sep):
         raise UserError(f"{path}: cannot be written (names a directory)")
     try:

@@ -304,6 +304,22 @@ def test_an_output_that_is_an_input_is_refused(demo, capsys):
     assert Path("voice.wav").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "suffix"),
+    [
+        (["synth", "x", "--model", "demo", "-o"], "speech.safetensors", ".wav"),
+        (["encode", REFERENCE, "--model", "demo", "-o"], "codes.wav", ".safetensors"),
+        (["decode", "codes", "--model", "demo", "-o"], "speech.flac", ".wav"),
+        (["profile", "frame", "--size", "tiny", "-o"], "trace.txt", ".json"),
+        (["bench-engine", "--size", "tiny", "--json"], "figures.toml", ".json"),
+    ],
+)
+def test_an_output_has_the_suffix_of_what_is_written(demo, capsys, command, name, suffix):
+    save_file({"codes": torch.zeros(1, 12, dtype=torch.int64)}, "codes")
+    message = refused(capsys, *command, name, kept=["demo", "codes"])
+    assert message.endswith(f": {name}: would be a {suffix} file; name it so, or without a suffix\n")
+
+
 def test_bad_recordings(demo, capsys):
     tone = np.sin(np.arange(9600) / 20)
     soundfile.write("many.wav", np.stack([tone] * 3, axis=1), 48_000)

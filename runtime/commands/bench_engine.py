@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     config = for_load(base, max(args.concurrency))
     # A file that cannot be written is found before anything is measured.
     with (
-        contextlib.nullcontext() if args.json is None else replacing(args.json) as path,
+        contextlib.nullcontext() if args.json is None else replacing(args.json, ".json") as path,
         _engine(args, config) as engine,
     ):
         reports = []

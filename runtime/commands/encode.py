@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     config = CodecConfig.from_directory(directory)
     audio = load_recording(args.audio, config, args.downmix)
     times = StageTimes(device)
-    with replacing(args.output) as partial:
+    with replacing(args.output, ".safetensors") as partial:
         with times.stage("load"):
             codec = Codec.from_pretrained(directory, dtype=dtype, device=device)
         with times.stage("encode"):

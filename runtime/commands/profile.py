@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     output = args.output or f"moss-{args.stage}.trace.json"
     # A file that cannot be written is found before anything runs.
     with (
-        contextlib.nullcontext() if args.ranges_only else replacing(output) as path,
+        contextlib.nullcontext() if args.ranges_only else replacing(output, ".json") as path,
         torch.no_grad(),
         STAGES[args.stage](args, device, dtype) as work,
     ):
