@@ -1,5 +1,6 @@
 """Kernels that may start early wait before they touch what another kernel writes, in the compiled code too."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -112,6 +113,37 @@ def test_the_switch_overrides_an_op_and_needs_a_hopper(default):
         mock.patch.object(_launch, "enabled", True),
     ):
         assert not _launch.dependent_launch(device, default=default)
+
+
+def small_ops():
+    """CUDA C++ launchers that no other test sees ask, and arguments for them."""
+    rows, one = torch.zeros(1, dtype=torch.int32), torch.ones(1)
+    draw = rows, rows > 0, one, rows, one, one, rows.long(), rows, rows[None, None], 1, 0, 8, rows.long(), rows
+    table, cache, row = torch.zeros(1, 8, 8), torch.zeros(1, 12, 1, 8), torch.zeros(1, 8)
+    return {
+        "embed_codes_cuda": (rows.long(), rows.long()[None], table[0], table, 8, row),
+        "local_rope_attention_cuda": (torch.zeros(1, 24), cache, cache, 1, row, row, row),
+        "local_rope_attention_lookup_cuda": (rows.long(), table, table, cache, cache, 1, row, row),
+        "sample_codebook_cuda": (row, *draw),
+        "sample_head_cuda": (row, row, row, *draw),
+    }
+
+
+@pytest.mark.parametrize("name", small_ops())
+def test_the_switch_reaches_small_ops(monkeypatch, name):
+    op = name.removesuffix("_cuda").removesuffix("_lookup")
+    module = importlib.import_module(f"moss_kernels.{op}.cuda_kernel")
+    asks = importlib.import_module("moss_kernels.sample_codebook.cuda_kernel") if op == "sample_head" else module
+    function = mock.Mock(return_value=0)
+    monkeypatch.setattr(module, "_function", lambda: function)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock(return_value=mock.Mock(cuda_stream=0)))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for wanted in (False, True):
+        with mock.patch.object(asks, "dependent_launch", return_value=wanted) as ask:
+            getattr(module, name)(*small_ops()[name])
+        ask.assert_called_once_with(torch.device("cpu"), default=True)
+        params = function.call_args.args[0]._obj
+        assert getattr(params, "draw", params).dependent_launch == wanted
 
 
 def test_another_value_of_the_switch_is_refused():

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
 
 
 class EmbedCodesParams(ctypes.Structure):
@@ -51,7 +52,7 @@ def embed_codes_cuda(
 ) -> None:
     """See `moss_kernels.embed_codes`. One thread per 16 bytes of `out` (per element where H does not divide so).
 
-    Launched with programmatic stream serialization: the kernel waits for the one before it ahead of its first read.
+    Where `dependent_launch` says so it starts early: the kernel waits for the one before it ahead of its first read.
     """
     params = EmbedCodesParams(
         struct_size=ctypes.sizeof(EmbedCodesParams),
@@ -63,7 +64,7 @@ def embed_codes_cuda(
         width=out.shape[1],
         pad_id=pad_id,
         dtype=_library.DTYPE_CODES[out.dtype],
-        dependent_launch=1,
+        dependent_launch=dependent_launch(out.device, default=True),
         text_ids=text_ids.data_ptr(),
         text_ids_stride=text_ids.stride(0),
         codes=codes.data_ptr(),

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
 
 
 class LocalRopeAttentionParams(ctypes.Structure):
@@ -60,7 +61,7 @@ def _launch(k_cache: torch.Tensor, v_cache: torch.Tensor, position: int, out: to
         k_cache=k_cache.data_ptr(),
         v_cache=v_cache.data_ptr(),
         out=out.data_ptr(),
-        dependent_launch=1,
+        dependent_launch=dependent_launch(k_cache.device, default=True),
         stream=torch.cuda.current_stream(k_cache.device).cuda_stream,
         **form,
     )
@@ -79,7 +80,7 @@ def local_rope_attention_cuda(
 ) -> None:
     """See `moss_kernels.local_rope_attention`. One warp per (batch row, head).
 
-    Launched with programmatic stream serialization: the kernel waits for the one before it ahead of its first read.
+    Where `dependent_launch` says so it starts early: the kernel waits for the one before it ahead of its first read.
     """
     _launch(k_cache, v_cache, position, out, qkv=qkv.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr())
 

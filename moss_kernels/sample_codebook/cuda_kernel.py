@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from moss_kernels import _library
+from moss_kernels._launch import dependent_launch
 
 
 class SampleCodebookParams(ctypes.Structure):
@@ -83,7 +84,7 @@ def draw_params(
         channel=channel,
         codebook=codebook,
         pad_id=pad_id,
-        dependent_launch=1,
+        dependent_launch=dependent_launch(row_map.device, default=True),
         row_map=row_map.data_ptr(),
         active=active.data_ptr(),
         temperature=temperature.data_ptr(),
@@ -104,8 +105,8 @@ def draw_params(
 def sample_codebook_cuda(logits: torch.Tensor, *draw: object) -> None:
     """See `moss_kernels.sample_codebook`. One thread block per batch row.
 
-    Launched with programmatic stream serialization: the kernel reads ahead of its wait for the one before it, and again
-    after the wait.
+    Where `dependent_launch` says so it starts early: the kernel reads ahead of its wait for the one before it, and
+    again after the wait.
     """
     params = draw_params(logits.shape[1], *draw)
     params.logits = logits.data_ptr()

@@ -45,7 +45,7 @@ def _function():
 def sample_head_cuda(hidden: torch.Tensor, weight: torch.Tensor, workspace: torch.Tensor, *draw: object) -> None:
     """See `moss_kernels.sample_head`; for what `takes` allows. 128 blocks make the logits; one for each row draws.
 
-    Launched with programmatic stream serialization: weights are loaded ahead of the wait for the kernel before; what
+    Where `dependent_launch` says so it starts early: weights are loaded ahead of the wait for the kernel before; what
     else is read there is read again after it.
     """
     params = SampleHeadParams(
