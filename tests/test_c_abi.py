@@ -1,6 +1,8 @@
 """libmoss_kernels.so from outside Python: what it exports, and that C and C++ programs can use it."""
 
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +17,23 @@ def run(*command: str | Path) -> str:
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.parametrize(("variables", "chosen"), [({}, "home"), ({"CUDACXX": "{}/own/bin/nvcc"}, "own")])
+def test_cmake_takes_nvcc_from_cuda_home(tmp_path, variables, chosen):
+    """As the Makefile does, before PATH. These compile nothing, which ends the configuration early."""
+    for name in ("home", "path", "own"):
+        nvcc = tmp_path / name / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text("#!/bin/sh\nexit 1\n")
+        nvcc.chmod(0o755)
+    own = {name: value.format(tmp_path) for name, value in variables.items()}
+    own |= {"CUDA_HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}/path/bin:{os.environ['PATH']}"}
+    kept = {name: value for name, value in os.environ.items() if name != "CUDACXX"}
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build"], env=kept | own, capture_output=True)
+    cache = (tmp_path / "build" / "CMakeCache.txt").read_text()
+    assert re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(.*)", cache, re.MULTILINE) == [f"{tmp_path}/{chosen}/bin/nvcc"]
 
 
 @pytest.mark.parametrize("compiler, language, standard", [("cc", "c", "c99"), ("c++", "c++", "c++17")])
