@@ -2,17 +2,19 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import bench_frame_graph
-from moss_kernels import SamplingParams
+from moss_kernels import SamplingParams, _library
+from moss_runtime.graphs import frame as frame_module
 from moss_runtime.graphs.backbone_step import BackboneStep
 from moss_runtime.graphs.capture import bucket_for
 from moss_runtime.graphs.frame import FINISHED, STOPPED, FrameGraph
 from moss_runtime.model import MossTTS
-from moss_runtime.observe import FallbackReason
+from moss_runtime.observe import FallbackReason, Metrics
 from moss_runtime.random_weights import random_model
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
@@ -136,6 +138,54 @@ def test_inputs(model):
     with pytest.raises(ValueError, match="`rows` must have at most 8 entries, got 9"):
         frame.launch(range(9))
     assert frame.graphs.fallbacks == {FallbackReason.DEVICE: 1}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "obstacle", "reason"),
+    [
+        ("auto", torch.bfloat16, None, None),
+        ("auto", torch.float32, None, FallbackReason.SHAPE),
+        ("auto", torch.float16, "not built", FallbackReason.DEVICE),
+        ("triton", torch.bfloat16, None, FallbackReason.DISABLED),
+        ("reference", torch.bfloat16, None, None),
+    ],
+)
+def test_where_the_kernel_of_a_frame_runs(monkeypatch, backend, dtype, obstacle, reason):
+    weights = SimpleNamespace(stop_head=SimpleNamespace(device=torch.device("cuda"), dtype=dtype))
+    monkeypatch.setattr(_library, "_obstacle", lambda name, device: obstacle if name == "cuda" else None)
+    monkeypatch.setattr(frame_module, "LocalFrameDecoder", lambda weights, max_batch: "kernel")
+    with _library.forced_backend(backend):
+        decoder, found = frame_module._decoder(weights, 8)
+    assert found == reason
+    assert (decoder == "kernel") == (backend == "auto" and reason is None)
+
+
+def test_a_size_without_a_kernel_and_a_backend_that_is_not_there(monkeypatch):
+    def refuse(weights, max_batch):
+        raise NotImplementedError
+
+    weights = SimpleNamespace(stop_head=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+    monkeypatch.setattr(_library, "_obstacle", lambda name, device: None)
+    monkeypatch.setattr(frame_module, "LocalFrameDecoder", refuse)
+    with _library.forced_backend("auto"):
+        assert frame_module._decoder(weights, 8) == (None, FallbackReason.SHAPE)
+    monkeypatch.setattr(_library, "_obstacle", lambda name, device: "not built")
+    with _library.forced_backend("cuda"), pytest.raises(NotImplementedError, match="not built"):
+        frame_module._decoder(weights, 8)
+
+
+def test_frames_without_their_kernel_are_logged_once_and_counted(model, alone, monkeypatch, caplog):
+    make(model)
+    assert not caplog.records  # a CPU has none to miss
+    monkeypatch.setattr(frame_module, "_decoder", lambda *_: (None, FallbackReason.DISABLED))
+    metrics = Metrics()
+    frame = make(model, metrics=metrics)
+    for _ in range(FRAMES):
+        frame.launch(range(ROWS))
+    assert_same_requests(frame, alone)
+    (record,) = caplog.records
+    assert "eager PyTorch decodes frames, not the CUDA kernel (disabled; MOSS_BACKEND=" in record.getMessage()
+    assert f'fallback_total{{graph="local_frame",reason="disabled"}} {float(FRAMES)}' in metrics.text()
 
 
 def test_logits_that_are_not_finite_end_the_row_alone(model, alone):

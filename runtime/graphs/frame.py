@@ -1,6 +1,8 @@
 """The frame graph: backbone step, local frame decode and bookkeeping of all rows in one launch."""
 
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +19,8 @@ from moss_runtime.state.kv_cache import PagedKV
 
 FINISHED, STOPPED = 1, 2  # flags of a report
 STAGES = (Range.BACKBONE, Range.LOCAL_FRAME, Range.BOOKKEEPING)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -75,7 +79,8 @@ class FrameGraph:
         buffers: static memory.
         step: the backbone's step.
         graphs: one for each (batch bucket, frames).
-        decoder: the CUDA kernel of the local transformer; None where it does not work, then its reference runs.
+        decoder: the CUDA kernel of the local transformer; None where it does not work. Then its reference runs, whose
+            draws are `sample_codebook`; on a GPU that is logged once and counted, unless MOSS_BACKEND asks for it.
     """
 
     def __init__(
@@ -102,19 +107,20 @@ class FrameGraph:
             buckets: batch sizes to capture; the largest is the most rows of a launch.
             frames: numbers of frames in a launch to capture.
             stream: of the graphs.
-            metrics: for replays and eager steps.
+            metrics: for replays and eager steps, and as `local_frame` for launches without the kernel.
             timer: for the times of STAGES, of a launch's last frame. On a GPU only graphs are timed.
             graphs: False runs everything eagerly.
         """
-        self._timer = timer
+        self._timer, self._metrics = timer, metrics
         self._laps: dict[Shape, Lap] = {}
         self.pool, self.kv, self.step = pool, kv, step
         self.buckets = sorted(buckets)
         self.buffers = FrameBuffers.allocate(model, self.buckets[-1])
         self._weights = model.frame_weights()
-        self.decoder = _decoder(self._weights, self.buckets[-1])
-        if self.decoder is None and model.device.type == "cuda" and metrics is not None:
-            metrics.fell_back("local_frame", FallbackReason.SHAPE)
+        self.decoder, self._fallback = _decoder(self._weights, self.buckets[-1])
+        if self._fallback is not None:
+            setting = f"{self._fallback}; MOSS_BACKEND={_library.requested_backend()}, {model.dtype}"
+            _log.warning("local_frame_decode: eager PyTorch decodes frames, not the CUDA kernel (%s)", setting)
         shapes = [(bucket, count) for bucket in self.buckets for count in frames]
         options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("frame", shapes, self.compute, **options)
@@ -145,6 +151,8 @@ class FrameGraph:
     def replay(self, graphs: GraphSet, *shape: int) -> Tensor:
         """Run a shape whose first number is the bucket from a set over `compute`; the report as in `launch`."""
         graphs.run(*shape)
+        if self._fallback is not None and self._metrics is not None:
+            self._metrics.fell_back("local_frame", self._fallback)
         if shape in self._laps:
             self._timer.watch(self._laps[shape])
         return self.buffers.report[: 3 * shape[0]].view(3, shape[0])
@@ -219,16 +227,18 @@ class FrameGraph:
             lap.end(Range.BOOKKEEPING)
 
 
-def _decoder(weights: LocalFrameWeights, max_batch: int) -> LocalFrameDecoder | None:
-    """The CUDA kernel, if there is one for these weights and this device and MOSS_BACKEND does not name another."""
-    device = weights.stop_head.device
-    if device.type != "cuda" or weights.stop_head.dtype != torch.bfloat16:
-        return None
-    if _library.requested_backend() == "triton":
-        return None
+def _decoder(
+    weights: LocalFrameWeights, max_batch: int
+) -> tuple[LocalFrameDecoder, None] | tuple[None, FallbackReason | None]:
+    """The CUDA kernel, or why a GPU is without it; neither where the reference is what was asked for."""
+    device, backend = weights.stop_head.device, _library.requested_backend()
+    if device.type != "cuda" or backend == "reference":
+        return None, None
+    if backend == "triton":  # which has no kernel of it, but of what else a frame consists of
+        return None, FallbackReason.DISABLED
     if _library.backend_for("local_frame_decode", ("cuda", "reference"), device) != "cuda":
-        return None
-    try:
-        return LocalFrameDecoder(weights, max_batch=max_batch)
-    except NotImplementedError:
-        return None
+        return None, FallbackReason.DEVICE
+    if weights.stop_head.dtype == torch.bfloat16:
+        with contextlib.suppress(NotImplementedError):
+            return LocalFrameDecoder(weights, max_batch=max_batch), None
+    return None, FallbackReason.SHAPE

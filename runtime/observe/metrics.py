@@ -9,7 +9,7 @@ from moss_runtime.optional import require
 
 
 class FallbackReason(enum.StrEnum):
-    """Why work that a CUDA graph could do ran eagerly. There is no other reason."""
+    """Why work that a CUDA graph, or the kernel of a frame, could do ran eagerly. There is no other reason."""
 
     DISABLED = "disabled"
     SHAPE = "shape"
