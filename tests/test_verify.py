@@ -14,8 +14,10 @@ from moss_kernels import _library, backbone_linear, sample_codebook
 from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
+from moss_runtime.graphs.clip_encoder import ClipEncoder
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import FallbackReason
+from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
 from moss_runtime.verify import Result, Results, checks, ops
 from moss_runtime.verify.results import compare
 
@@ -45,7 +47,7 @@ def test_the_demo_checkpoint_passes(demo, capsys, dtype):
     table = {(row[0], row[1]): row for row in rows}
     assert len(ALL_OPS) >= 15
     # In bfloat16 the codes of the model may differ.
-    stages = {"backbone", "streamed audio", "frames"} if dtype == "float32" else {"backbone", "streamed audio"}
+    stages = {"backbone", "streamed audio", "clip encoder"} | ({"frames"} if dtype == "float32" else set())
     assert {name for name, _ in table} == ALL_OPS | stages
     assert all(row[-1].startswith("ok") and int(row[2]) > 0 for row in rows)
     assert int(table["sample_codebook", "reference"][5]) > 12 * 6 * 3
@@ -76,6 +78,7 @@ def flipped(compute, output):
         # All ops are right, and what is made of them is not.
         ("moss_runtime.graphs.backbone_step", "rms_norm", 0, "backbone (eager)"),
         ("moss_runtime.graphs.codec_chunk", "chunk_prologue", -3, "streamed audio (eager)"),
+        ("moss_runtime.graphs.clip_encoder", "ring_attention", -1, "clip encoder (eager)"),
     ],
 )
 def test_a_flipped_sign_fails(demo, capsys, monkeypatch, module, name, output, failed):
@@ -112,6 +115,26 @@ def test_streams_of_a_wrong_length_fail(demo, capsys, monkeypatch):
     monkeypatch.setattr(checks, "speak", shortened)
     code, output, failed = verified(demo, capsys)
     assert (code, failed) == (1, ["streamed audio (eager)"]) and " samples, not " in output
+
+
+def test_codes_that_depend_on_another_clip_fail(demo, capsys, monkeypatch):
+    encode = ClipEncoder._pass
+
+    def mixed(encoder, clips, length):
+        codes = encode(encoder, clips, length)
+        codes[0][0] ^= len(clips) - 1
+        return codes
+
+    monkeypatch.setattr(ClipEncoder, "_pass", mixed)
+    code, output, failed = verified(demo, capsys)
+    assert (code, failed) == (1, ["clip encoder (eager)"]) and "98.7% of the codes as in float32" in output
+
+
+def test_a_codec_that_only_decodes():
+    model = random_model("tiny", device="cpu", dtype=torch.float32, layers=1)
+    codec = random_codec(codec_config("tiny"), device="cpu")
+    results = checks.verify(model, codec, random_prompts(model, [3]), frames=1)
+    assert results.passed and "clip encoder" not in {result.name for result in results}
 
 
 def linear_inputs() -> tuple[torch.Tensor, ...]:
@@ -235,13 +258,10 @@ def test_work_that_no_graph_did_shows(replays, failed, passed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", ["tiny", "full"])
 def test_all_kernels_of_a_gpu_pass(size, capsys):
-    from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
-    from moss_runtime.verify import verify
-
     layers = 2 if size == "full" else None
     model = random_model(size, device="cuda", dtype=torch.bfloat16, layers=layers)
-    codec = random_codec(codec_config(size), device="cuda", dtype=torch.bfloat16)
-    results = verify(model, codec, random_prompts(model, [20, 33, 40]))
+    codec = random_codec(codec_config(size), device="cuda", dtype=torch.bfloat16, encoder=True)
+    results = checks.verify(model, codec, random_prompts(model, [20, 33, 40]))
     failed = [dataclasses.astuple(result) for result in results if not result.passed]
     assert results.passed, failed
     assert {(result.name, result.implementation) for result in results} >= {
@@ -249,4 +269,6 @@ def test_all_kernels_of_a_gpu_pass(size, capsys):
         ("rms_norm", "triton"),
         ("frames", "graph"),
         ("streamed audio", "graph"),
+        ("clip encoder", "graph"),
+        ("clip encoder replays", "graph"),
     }

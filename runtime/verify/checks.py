@@ -12,6 +12,9 @@ from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_kernels.sample_codebook import sample_codebook_reference
 from moss_kernels.testing.local_frame import LocalFrameOutputs, clone_state
+from moss_runtime.graphs.capture import GraphSet
+from moss_runtime.graphs.clip_encoder import ClipEncoder
+from moss_runtime.graphs.codec_chunk import CodecChunk
 from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
@@ -26,6 +29,10 @@ CHUNKS = (1, 2, 4, 8)
 # than the rounding of float32 allows.
 MAX_SNR_LOSS_DB = 1.0
 FLOAT32_DB = 110.0
+# Of the codes of clips, so much smaller a share than of the eager encoder's may be as in float32, but never less than
+# the second. From one that differs on, those of its frame do: in fewer bits it takes many frames to compare.
+MAX_SHARE_LOSS, MIN_SHARE = 0.05, 0.2
+CLIP_FRAMES, FLOAT32_CLIP_FRAMES = 250, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +58,7 @@ def verify(
 
     Args:
         model: on the device and in the dtype to check.
-        codec: likewise; its encoder is not run.
+        codec: likewise; with or without its encoder.
         prompts: at least one [T, 1+n_vq] int64 on the CPU.
         frames: most frames of each prompt.
         progress: called with the name of what begins.
@@ -82,6 +89,9 @@ def verify(
         _check_replays(runtime, results)
         results.add(_check_audio(codec, spoken, "graph"))
     results.add(_check_audio(codec, eager, "eager"))
+    if len(codec.encoder):
+        progress("clip encoder")
+        _check_clips(codec, results)
     return results
 
 
@@ -116,14 +126,15 @@ def _same_codes(name: str, implementation: str, actual: list[Generation], expect
 
 def _check_replays(runtime: Runtime, results: Results) -> None:
     """Graphs did the work: each kind was replayed, and none could not be captured."""
-    for name, graphs in (
-        ("frame", runtime.frame.graphs),
-        ("prefill", runtime.prefill.graphs),
-        ("codec_chunk", runtime.feed.chunk),
-    ):
-        failed = graphs.fallbacks["capture_failed"]
-        failure = "" if graphs.replays and not failed else f"{failed} steps had no graph, which could not be captured"
-        results.add(Result(f"{name} replays", "graph", cases=graphs.replays, failure=failure))
+    results.add(_replays("frame", runtime.frame.graphs))
+    results.add(_replays("prefill", runtime.prefill.graphs))
+    results.add(_replays("codec_chunk", runtime.feed.chunk))
+
+
+def _replays(name: str, graphs: GraphSet | CodecChunk) -> Result:
+    failed = graphs.fallbacks["capture_failed"]
+    failure = "" if graphs.replays and not failed else f"{failed} steps had no graph, which could not be captured"
+    return Result(f"{name} replays", "graph", cases=graphs.replays, failure=failure)
 
 
 def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Results) -> Tensor:
@@ -233,6 +244,29 @@ def _check_audio(codec: Codec, spoken: Spoken, implementation: str) -> Result:
     count = codec.config.channels * max(lengths, 1)
     errors = {"error": (noise / count) ** 0.5, "bound": (allowed / count) ** 0.5}
     return Result("streamed audio", implementation, cases=len(spoken.audio), note=note, failure=failure, **errors)
+
+
+def _check_clips(codec: Codec, results: Results) -> None:
+    """Codes of two clips against those of the eager encoder, and of each alone against those beside the other."""
+    config, on_gpu = codec.config, codec.device.type == "cuda"
+    frames = FLOAT32_CLIP_FRAMES if codec.dtype == torch.float32 else CLIP_FRAMES
+    encoder = ClipEncoder(codec, 2, lengths=(frames,))
+    encoder.warm_up()
+    generator, longest = torch.Generator().manual_seed(0), frames * config.samples_per_frame
+    # The second ends in the middle of a frame.
+    lengths = longest, longest - config.samples_per_frame // 2
+    clips = [torch.rand(config.channels, length, generator=generator) - 0.5 for length in lengths]
+    together = torch.cat(encoder(clips))
+    alone = torch.cat([encoder([clip])[0] for clip in clips])
+    exact_codec = codec if codec.dtype == torch.float32 else copy.deepcopy(codec).float()
+    exact, eager = (torch.cat(one.encode(clips)).cpu() for one in (exact_codec, codec))
+    share, expected = (float((codes == exact).double().mean()) for codes in (together, eager))
+    note = f"{share:.1%} of the codes as in float32, of the eager encoder {expected:.1%}"
+    errors = {"error": 1 - share, "bound": 1 - max(expected - MAX_SHARE_LOSS, MIN_SHARE)}
+    same = {"codes": together.numel(), "equal": int((together == alone).sum())}
+    results.add(Result("clip encoder", "graph" if on_gpu else "eager", cases=len(clips), note=note, **errors, **same))
+    if on_gpu:
+        results.add(_replays("clip encoder", encoder.graphs))
 
 
 def _decibels(signal: float, noise: float) -> str:
