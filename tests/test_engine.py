@@ -22,6 +22,7 @@ from engine_support import (
 
 from moss_kernels import SamplingParams
 from moss_runtime.engine import Engine, EngineConfig, Request
+from moss_runtime.engine.scheduler import _ADMISSIONS
 from moss_runtime.engine.transport import HostCopy, InProcess
 from moss_runtime.errors import AudioError, CheckpointError, PromptError, UserError
 from moss_runtime.graphs import CodecChunk
@@ -256,3 +257,18 @@ def test_logits_that_are_not_finite_end_one_request(codec, requests, expected):
         assert isinstance(bad.result(20).error, CheckpointError)
         assert_result(good, expected[2])
         assert_empty(engine)
+
+
+def test_frames_go_on_while_many_are_admitted(model, codec, requests):
+    """A burst of requests gets its rows a few at a time, with a launch in between, also beside one that runs."""
+    with make(model, codec, rows=16) as engine:
+        calls, runtime = [], engine.runtime
+        add, step = runtime.add, runtime.step
+        runtime.add = lambda *args, **kwargs: calls.append("add") or add(*args, **kwargs)
+        runtime.step = lambda: calls.append("step") or step()
+        with engine._changed:  # the engine's thread sees all of them at once
+            handles = [engine.submit(requests[2]) for _ in range(14)]
+        for handle in handles:
+            handle.result(20)
+    bursts = [len(run) for run in "".join("a" if call == "add" else " " for call in calls).split()]
+    assert sum(bursts) == 14 and max(bursts) == _ADMISSIONS

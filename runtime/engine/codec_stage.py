@@ -88,8 +88,7 @@ class CodecStage:
         self.codec, self.transport, self.pcm = codec, transport, pcm
         self.chunk = CodecChunk(codec, slots, max_batch=batch, frames=lengths)
         on_gpu = codec.device.type == "cuda"
-        # Audio goes first: a row whose frames wait for the codec makes no new ones, and a step costs nearly the same.
-        self.stream = torch.cuda.Stream(codec.device, priority=-2) if on_gpu else None
+        self.stream = torch.cuda.Stream(codec.device) if on_gpu else None
         self.event: torch.cuda.Event | None = None
         rows = batch * max(lengths)
         config = codec.config

@@ -53,7 +53,7 @@ class EngineConfig:
             where there are fewer requests than `crowd`, shorter in proportion.
         codec_calls: codec calls that may be enqueued, or on their way to the host, at a time; at most 16. Only calls
             for first chunks are enqueued behind another one.
-        overlap: frames and codec calls run at the same time, the codec first; False: one after the other.
+        overlap: frames and codec calls run at the same time; False: one after the other.
         max_pending_frames: frames of one request that may wait for the codec; at the limit its row pauses.
         max_pending_total: frames that may wait for the codec in all; at the limit rows pause and nobody is admitted.
             Frames of requests whose client reads too slowly do not count: they have their own limit.
@@ -75,8 +75,8 @@ class EngineConfig:
     frames_per_launch: int = 1
     max_in_flight: int = 2
     max_waiting: int = 256
-    prefill_batch: int = 8
-    prefill_wait_ms: float = 12.0
+    prefill_batch: int = 1
+    prefill_wait_ms: float = 0.0
     codec_slots: int | None = None
     slot_policy: str = "queue"
     codec_batch: int | None = None

@@ -1,6 +1,7 @@
 """What the engine's thread does: admits requests, makes frames, feeds the codec, holds back, ends requests."""
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -20,6 +21,9 @@ from moss_runtime.state.decode_pool import PoolFull, StaleLeaseError
 from moss_runtime.state.kv_cache import OutOfPages
 
 _log = logging.getLogger("moss_runtime.engine")
+# Most requests that get a row between two launches: each takes the host up to a millisecond, and the device must not
+# run out of frames meanwhile.
+_ADMISSIONS = 4
 
 
 class Scheduler:
@@ -131,12 +135,11 @@ class Scheduler:
         few = min(free, len(ready)) < self._config.prefill_batch
         if self.live and few and waited < self._config.prefill_wait_ms:
             return False
-        admitted = 0
-        for job in ready[:free]:
-            if not self._admit_one(job):
-                break
-            admitted += 1
-        self._admissible_since = None
+        chosen = ready[: min(free, _ADMISSIONS)]
+        admitted = sum(1 for _ in itertools.takewhile(self._admit_one, chosen))
+        # The others have waited as long.
+        if admitted < len(chosen) or len(chosen) == len(ready):
+            self._admissible_since = None
         return bool(admitted)
 
     def _admit_one(self, job: Job) -> bool:

@@ -150,8 +150,7 @@ class CodecChunk:
         return out
 
     def capture(self, batches: Iterable[int]) -> None:
-        """Capture graphs for batch sizes x `frames`, largest first, with the priority of the current stream; on a CPU
-        this does nothing.
+        """Capture graphs for batch sizes x `frames`, largest first; on a CPU this does nothing.
 
         All of them run once before the first capture, so that every kernel is compiled and loaded by then. A capture
         that fails is logged and its shape runs eagerly.
@@ -161,7 +160,7 @@ class CodecChunk:
         shapes = sorted({(batch, frames) for batch in batches for frames in self.frames}, reverse=True)
         self.buffers.slots.fill_(self.slots.null_slot)
         self.buffers.valid.zero_()
-        stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
+        stream = torch.cuda.Stream()
         pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
