@@ -75,13 +75,8 @@ class SamplingState:
         Graph-safe: no (enqueued between replays).
         """
         self.clear_row(row)
-        self.temperature[row] = params.temperature
-        self.top_k[row] = _clamp_top_k(params.top_k)
-        self.top_p[row] = _round_top_p(params.top_p)
-        self.repetition_penalty[row] = params.repetition_penalty
-        self.text_temperature[row] = params.text_temperature
-        self.text_top_k[row] = _clamp_top_k(params.text_top_k)
-        self.text_top_p[row] = _round_top_p(params.text_top_p)
+        for name, value in row_values(params).items():
+            getattr(self, name)[row] = value
         self.seed[row] = seed
 
     def clear_row(self, row: int) -> None:
@@ -91,6 +86,19 @@ class SamplingState:
             raise ValueError(f"SamplingState: `row` must be in 0 .. {rows - 1}, got {row}")
         for field in dataclasses.fields(self):
             getattr(self, field.name)[row] = 0
+
+
+def row_values(params: SamplingParams) -> dict[str, int | float]:
+    """Values by field of `SamplingState` of a row with these parameters."""
+    return {
+        "temperature": params.temperature,
+        "top_k": _clamp_top_k(params.top_k),
+        "top_p": _round_top_p(params.top_p),
+        "repetition_penalty": params.repetition_penalty,
+        "text_temperature": params.text_temperature,
+        "text_top_k": _clamp_top_k(params.text_top_k),
+        "text_top_p": _round_top_p(params.text_top_p),
+    }
 
 
 def _clamp_top_k(top_k: int) -> int:

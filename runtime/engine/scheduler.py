@@ -185,8 +185,7 @@ class Scheduler:
         running = [job for job in self.live.values() if job.reason is None]
         pending = 0
         for job in self.live.values():
-            self._make_room(job)
-            if not self._chunking.is_stalled(job.stream) and not job.stream.whole:
+            if not self._make_room(job) and not job.stream.whole:
                 pending += job.stream.pending
         pressed = pending + (1 + unlearnt) * len(running) > config.max_pending_total
         if pressed and not self._pressed:
@@ -200,13 +199,16 @@ class Scheduler:
                 if job.paused:
                     self._stats.count("rows_paused", label="request" if full else "total")
 
-    def _make_room(self, job: Job) -> None:
+    def _make_room(self, job: Job) -> bool:
+        """Learn what a client has read; whether it has to read before its request goes on."""
         job.channel.awaited = False
         job.stream.room = self._room(job)
-        if self._chunking.is_stalled(job.stream):
-            job.channel.awaited = True
-            # What was read before it could know that somebody waits.
-            job.stream.room = self._room(job)
+        if not self._chunking.is_stalled(job.stream):
+            return False
+        job.channel.awaited = True
+        # What was read before it could know that somebody waits.
+        job.stream.room = self._room(job)
+        return self._chunking.is_stalled(job.stream)
 
     def _room(self, job: Job) -> float:
         if not self._config.stream or job.channel.unbounded:
@@ -230,10 +232,10 @@ class Scheduler:
         deltas = [delta for delta in deltas if delta.request_id in self.live]
         self._stage.receive(deltas)
         for delta in deltas:
-            job = self.live[delta.request_id]
-            if len(delta.codes) and not job.stream.known:
+            job, count = self.live[delta.request_id], delta.codes.shape[0]
+            if count and not job.stream.known:
                 job.first_frame = time.perf_counter()
-            job.stream.known += len(delta.codes)
+            job.stream.known += count
             if delta.final:
                 job.stream.final, job.reason = True, delta.finish_reason
         return bool(deltas) or self._runtime.in_flight > in_flight

@@ -63,9 +63,10 @@ class Launcher:
             for request in requests:
                 if request.pieces or request.ended or request.paused or request.launched >= request.max_frames:
                     continue
-                frames = min(request.launched + self._frames_per_launch, request.max_frames)
+                tokens = request.tokens + min(request.launched + self._frames_per_launch, request.max_frames)
                 try:
-                    self._kv.reserve(request.lease.row, request.tokens + frames)
+                    if tokens > request.covered:
+                        request.covered = self._kv.reserve(request.lease.row, tokens)
                 except OutOfPages as error:
                     shortage = error
                 else:

@@ -37,13 +37,22 @@ class FrameDelta:
 
 @dataclasses.dataclass
 class Request:
-    """A request as the host sees it; `pieces` wait for prefill, `launched` frames were asked for, `known` are valid."""
+    """A request as the host sees it.
+
+    Attributes:
+        tokens, max_frames, seed: of the prompt but for its last row; limit and seed in force.
+        pieces: of the prompt, that wait for prefill.
+        covered: tokens for which it holds KV pages.
+        launched, known: frames that were asked for, and those that are valid.
+        paused, ended: it is left out of the launches; no frame will follow.
+    """
 
     lease: RowLease
     tokens: int
     max_frames: int
     seed: int
     pieces: deque[Piece]
+    covered: int = 0
     launched: int = 0
     known: int = 0
     paused: bool = False
@@ -63,7 +72,7 @@ class Flights:
     """Launches that the host knows nothing of yet, oldest first: it reads their reports when the device is through."""
 
     def __init__(self, pool: DecodePool):
-        self._pool = pool
+        self._pool, self._history = pool, pool.history.unbind()
         self._flights: deque[_Flight] = deque()
 
     def __len__(self) -> int:
@@ -109,5 +118,5 @@ class Flights:
         if not final and frames == request.known:
             return []
         first, request.known = request.known, frames
-        codes = self._pool.history[lease.row, first:frames]
+        codes = self._history[lease.row][first:frames]
         return [FrameDelta(lease.request_id, lease.generation, first, codes, event, final, reason)]

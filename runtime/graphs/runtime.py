@@ -274,7 +274,7 @@ class Runtime:
             self._timer.collect()
         deltas = self._flights.read()
         if self._metrics is not None:
-            self._metrics.generated(frames=sum(len(delta.codes) for delta in deltas))
+            self._metrics.generated(frames=sum(delta.codes.shape[0] for delta in deltas))
         self._deltas += deltas
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from moss_kernels import SamplingParams, SamplingState
 from moss_kernels.frame_bookkeeping import frame_bookkeeping_begin, frame_bookkeeping_end
 from moss_kernels.sample_codebook.params import MAX_SEED
+from moss_kernels.sample_codebook.state import row_values
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.state.free_list import Event, FreeList
 
@@ -274,16 +275,17 @@ class DecodePool:
 
     def _reset(self, row: int, params: SamplingParams, seed: int, max_frames: int, position: int) -> None:
         """Start values of a row; nothing here waits for the device."""
-        # One row, and a null row, in host memory.
-        values = torch.zeros(len(self._values), 2, dtype=torch.int32)
-        nothing_seen = torch.zeros(2, 1, 1, dtype=torch.int32)
-        sampling, (positions, _, max_frames_row, _) = _named(values, torch.zeros(2, dtype=torch.int64), nothing_seen)
-        sampling.set_row(0, params, seed=seed)
-        positions[0], max_frames_row[0] = position, max_frames
-        fresh = values[:, 0].contiguous()
-        if self._values.is_cuda:
-            # The host allocator reuses pinned memory only when the copies from it are over.
-            fresh = fresh.pin_memory()
+        values = {"frame": 0, "positions": position, "frames": 0, "max_frames_row": max_frames, "status": 0}
+        values |= row_values(params)
+        names = (*_SAMPLING, *_PROGRESS)
+        floats = torch.tensor([values[name] for name in names if name not in _INTEGERS], dtype=torch.float32)
+        words = iter(floats.view(torch.int32).tolist())
+        # The host allocator reuses pinned memory only when the copies from it are over.
+        fresh = torch.tensor(
+            [values[name] if name in _INTEGERS else next(words) for name in names],
+            dtype=torch.int32,
+            pin_memory=self._values.is_cuda,
+        )
         self._values[:, row].copy_(fresh, non_blocking=True)
         self.sampling.seed[row].fill_(seed)
         for state in (self.sampling.seen[row], self.codes[row], self._flags[:, row]):

@@ -95,7 +95,7 @@ class PagedKV:
         """Pages that a row holds, in the order of its tokens."""
         return tuple(self._held[self._checked(row)])
 
-    def reserve(self, row: int, tokens: int) -> None:
+    def reserve(self, row: int, tokens: int) -> int:
         """Make sure that a row's pages cover its first `tokens` tokens. It keeps what it has.
 
         New entries of the page table are copied without waiting; the pinned source stays untouched until the copy is
@@ -104,6 +104,9 @@ class PagedKV:
         Args:
             row: 0 .. rows - 1.
             tokens: 0 .. max_tokens.
+
+        Returns:
+            Tokens that its pages cover now.
 
         Raises:
             OutOfPages: too few pages are free; nothing has changed.
@@ -114,7 +117,7 @@ class PagedKV:
             raise ValueError(f"PagedKV: `tokens` must be in 0..{self.max_tokens}, got {tokens}")
         missing = self.pages_for(tokens) - len(held)
         if missing <= 0:
-            return
+            return len(held) * self.page_size
         free = self._free.available
         if missing > free:
             raise OutOfPages(
@@ -125,6 +128,7 @@ class PagedKV:
         entries = torch.tensor(fresh, dtype=torch.int32, pin_memory=self.page_table.is_cuda)
         self.page_table[row, len(held) : len(held) + missing].copy_(entries, non_blocking=True)
         held += fresh
+        return len(held) * self.page_size
 
     def release(self, row: int, event: Event | None = None) -> None:
         """Give all pages of a row back; a row that holds none stays as it is.
