@@ -107,13 +107,14 @@ _CLUSTER_24_FOUR = CudaTile(64, 24, 4)
 _CLUSTER_48 = CudaTile(64, 48, 1)
 _CLUSTER_48_TWICE = CudaTile(64, 48, 2)
 _CLUSTER_128_24_FOUR = CudaTile(128, 24, 4)
+_CLUSTER_128_96_TWICE = CudaTile(128, 96, 2)
 _CLUSTER_192_64_TWICE = CudaTile(192, 64, 2)
 _CLUSTER_192_64_FOUR = CudaTile(192, 64, 4)
 _CLUSTER_192_80_TWICE = CudaTile(192, 80, 2)
 # Where these win, for weights [N, K]: from how many rows up to how many.
 _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     (2304, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
-    (768, 768): ((33, 64, _CLUSTER_24_FOUR), (65, 256, _CLUSTER_24_TWICE)),
+    (768, 768): ((33, 64, _CLUSTER_24_FOUR), (65, 256, _CLUSTER_24_TWICE), (961, 1024, _CLUSTER_128_96_TWICE)),
     (3072, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
     (768, 3072): (
         (33, 64, _CLUSTER_24_FOUR),
@@ -122,7 +123,8 @@ _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
         (257, 384, _CLUSTER_192_64_FOUR),
         (385, 576, CudaTile(192, 64, 3)),
         (577, 960, _CLUSTER_192_64_TWICE),
-        (961, 1152, _CLUSTER_192_80_TWICE),
+        (961, 1024, _CLUSTER_128_96_TWICE),
+        (1025, 1152, _CLUSTER_192_80_TWICE),
         (1153, 1536, CudaTile(192, 96, 2)),
     ),
     (3840, 1280): (
