@@ -34,7 +34,8 @@ class EngineConfig:
         max_frames: most frames of a request.
         pages: KV pages that all rows share; None: enough for every row at `max_tokens`.
         frames_per_launch: frames of a row in one launch; the host learns of them together.
-        max_in_flight: launches that the host runs ahead of the device.
+        max_in_flight: launches that the host runs ahead of the device. More of them bridge the time in which the host
+            has other things to do, and each delays a new request by a frame.
         max_waiting: accepted requests that wait for a row; `submit` refuses more.
         prefill_batch: waiting requests that are admitted together without waiting for more.
         prefill_wait_ms: longest time that a request waits for others to be prefilled with, while others make frames.
@@ -73,7 +74,7 @@ class EngineConfig:
     max_frames: int = 4096
     pages: int | None = None
     frames_per_launch: int = 1
-    max_in_flight: int = 2
+    max_in_flight: int = 3
     max_waiting: int = 256
     prefill_batch: int = 1
     prefill_wait_ms: float = 0.0
@@ -84,7 +85,7 @@ class EngineConfig:
     crowd: int = 32
     largest_chunk: int = 15
     chunk_wait_ms: float = 200.0
-    chunk_lead_ms: float = 80.0
+    chunk_lead_ms: float = 120.0
     final_wait_ms: float = 80.0
     codec_calls: int = 2
     overlap: bool = True
