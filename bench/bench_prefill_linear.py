@@ -15,7 +15,7 @@ from bench import harness
 from bench.bench_backbone import require_accurate
 from moss_kernels.backbone_linear import split_count
 from moss_kernels.prefill_linear import prefill_linear
-from moss_runtime.graphs.prefill import WHOLE_TOKENS
+from moss_runtime.graphs.prefill import WHOLE_ROWS
 
 TOKENS = (160, 1280)
 # (N, K) of each.
@@ -32,7 +32,7 @@ def linear(
     gated, into_stream = name == "gate_up", name in ("o", "down")
     x = torch.randn(rows, k, device=device).bfloat16()
     layers = [(torch.randn(n, k, device=device) * k**-0.5).bfloat16() for _ in range(weights)]
-    added = into_stream and rows >= WHOLE_TOKENS
+    added = into_stream and rows >= WHOLE_ROWS
     out = torch.zeros(rows, n // 2 if gated else n, dtype=x.dtype, device=device)
     if into_stream and not added:
         out = torch.empty(split_count(n, k), rows, n, device=device)

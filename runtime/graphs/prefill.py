@@ -26,9 +26,9 @@ PROMPTS = 16
 TOKENS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 # Most tokens of a pass, padding included: running streams wait for no more than this with a frame.
 MAX_TOKENS = TOKENS[-1]
-# Tokens, padding included, from which a linear into the residual stream is faster in one piece than in slices of its
-# inputs. The bits are the same.
-WHOLE_TOKENS = 576
+# Rows of a pass, padding and those of running streams included, from which a linear into the residual stream is faster
+# in one piece than in slices of its inputs: more than four tiles of 64. The bits are the same.
+WHOLE_ROWS = 257
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Prefill:
 
 def _add(x: Tensor, weight: Tensor, stream: Tensor) -> Tensor | None:
     """A linear of x [M, K] into the residual stream [M, N]: added, or the slices that the next norm is to add."""
-    if len(x) >= WHOLE_TOKENS:
+    if len(x) >= WHOLE_ROWS:
         prefill_linear(x, weight, stream, add=True)
         return None
     partials = torch.empty(split_count(*weight.shape), *stream.shape, device=x.device)
