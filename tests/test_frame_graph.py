@@ -214,3 +214,11 @@ def test_the_benchmark_refuses_a_wrong_step():
     bench.model = reference
     with pytest.raises(AssertionError, match="error of the hidden states"):
         bench.check()
+
+
+def test_a_failed_capture_leaves_no_stamps_behind(monkeypatch):
+    """A lap of which only the beginning was stamped can never be read."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    on_gpu = SimpleNamespace(inputs=SimpleNamespace(is_cuda=True))
+    frame = SimpleNamespace(buffers=on_gpu, _timer=object(), _laps={(4, 1): "half stamped", (2, 1): "whole"})
+    assert FrameGraph._lap(frame, 4, 1) is None and frame._laps == {(2, 1): "whole"}

@@ -1,6 +1,8 @@
 """Sets of graphs: what is captured in which order, what runs eagerly and why, and that both show in the metrics."""
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +86,21 @@ def test_all_shapes_run_before_the_first_capture_and_the_largest_is_captured_fir
     assert (len(pools), streams) == (1, {id(graphs.stream)})
     graphs.capture()
     assert len(work.calls) == 6
+
+
+def test_the_garbage_collector_rests_during_captures(cuda):
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+    work, seen, left = Work(cuda), [], weakref.ref(Cycle())
+
+    def compute(size):
+        seen.append((gc.isenabled(), left() is None))
+        work(size)
+
+    GraphSet("work", [(8,), (4,)], compute, device=CUDA).capture()
+    assert seen[2:] == [(False, True)] * 2 and seen[0][0] and gc.isenabled()
 
 
 def test_what_the_allocator_gives_back_is_not_counted(cuda):

@@ -1,9 +1,11 @@
 """Sets of CUDA graphs over static buffers: which shapes are captured, and what happens to a shape that is not."""
 
+import contextlib
+import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -25,6 +27,19 @@ def free_memory(device: torch.device) -> int:
     """Bytes free on a CUDA device. The allocator gives back what it keeps unused, as it does ahead of a capture."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Nothing is left to the garbage collector inside: to free another's graph or memory breaks a capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphSet:
@@ -104,9 +119,10 @@ class GraphSet:
                 self.compute(*shape)
             self.stream.synchronize()
             pool = torch.cuda.graph_pool_handle()
-            for shape in shapes:
-                self._capture(shape, pool)
-                progress()
+            with no_collection():
+                for shape in shapes:
+                    self._capture(shape, pool)
+                    progress()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self.seconds += time.perf_counter() - start
         self.bytes += free - free_memory(self.device)

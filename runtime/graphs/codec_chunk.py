@@ -9,6 +9,7 @@ import torch
 from moss_kernels.chunk_epilogue import chunk_epilogue
 from moss_kernels.chunk_prologue import chunk_prologue
 from moss_kernels.ring_attention import ring_attention, rope_frequencies
+from moss_runtime.graphs.capture import no_collection
 from moss_runtime.graphs.codec_layers import StageBuffers, front
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_weights
 from moss_runtime.model.codec.codec import Codec
@@ -167,17 +168,21 @@ class CodecChunk:
             for shape in shapes:
                 self.compute(*shape)
             torch.cuda.synchronize()
-            for shape in shapes:
-                graph = torch.cuda.CUDAGraph()
-                try:
-                    with torch.cuda.graph(graph, pool=pool, stream=stream):
-                        self.compute(*shape)
-                except RuntimeError:
-                    _log.exception("codec chunk of %d rows x %d frames could not be captured", *shape)
-                    self._failed.add(shape)
-                else:
-                    self._graphs[shape] = graph
+            with no_collection():
+                for shape in shapes:
+                    self._capture(shape, pool, stream)
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, shape: tuple[int, int], pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.compute(*shape)
+        except RuntimeError:
+            _log.exception("codec chunk of %d rows x %d frames could not be captured", *shape)
+            self._failed.add(shape)
+        else:
+            self._graphs[shape] = graph
 
     def _step(self, codes: torch.Tensor, slots: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """One step of at most `frames[-1]` frames; returns a view of the static audio."""

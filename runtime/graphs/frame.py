@@ -190,6 +190,8 @@ class FrameGraph:
 
     def _lap(self, *shape: int) -> Lap | None:
         """Where to stamp the stages. On a GPU only graphs are timed."""
+        # Of a capture that failed, half stamped.
+        self._laps.pop(shape, None)
         on_gpu = self.buffers.inputs.is_cuda
         if self._timer is None or (on_gpu and not torch.cuda.is_current_stream_capturing()):
             return None
