@@ -15,6 +15,7 @@ from moss_kernels.local_frame_decode import local_frame_decode_reference
 from moss_runtime.cli import main
 from moss_runtime.demo_checkpoint import write_demo_checkpoint
 from moss_runtime.graphs.clip_encoder import ClipEncoder
+from moss_runtime.graphs.mixed import MixedStep
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import FallbackReason
 from moss_runtime.random_weights import codec_config, random_codec, random_model, random_prompts
@@ -47,7 +48,9 @@ def test_the_demo_checkpoint_passes(demo, capsys, dtype):
     table = {(row[0], row[1]): row for row in rows}
     assert len(ALL_OPS) >= 15
     # In bfloat16 the codes of the model may differ.
-    stages = {"backbone", "streamed audio", "clip encoder"} | ({"frames"} if dtype == "float32" else set())
+    stages = {"backbone", "mixed step", "streamed audio", "clip encoder"} | (
+        {"frames"} if dtype == "float32" else set()
+    )
     assert {name for name, _ in table} == ALL_OPS | stages
     assert all(row[-1].startswith("ok") and int(row[2]) > 0 for row in rows)
     assert int(table["sample_codebook", "reference"][5]) > 12 * 6 * 3
@@ -78,6 +81,7 @@ def flipped(compute, output):
         # All ops are right, and what is made of them is not.
         ("moss_runtime.graphs.backbone_step", "rms_norm", 0, "backbone (eager)"),
         ("moss_runtime.graphs.codec_chunk", "chunk_prologue", -3, "streamed audio (eager)"),
+        ("moss_runtime.graphs.prefill", "prefill_attention", -1, "mixed step (eager)"),
         ("moss_runtime.graphs.clip_encoder", "ring_attention", -1, "clip encoder (eager)"),
     ],
 )
@@ -87,6 +91,13 @@ def test_a_flipped_sign_fails(demo, capsys, monkeypatch, module, name, output, f
     monkeypatch.setattr(place, name, flipped(getattr(place, name), output))
     code, _, found = verified(demo, capsys)
     assert code == 1 and failed in found
+
+
+def test_frames_that_differ_beside_a_prefill_pass_fail(demo, capsys, monkeypatch):
+    backbone = MixedStep._backbone
+    monkeypatch.setattr(MixedStep, "_backbone", lambda *arguments: -backbone(*arguments))
+    code, _, failed = verified(demo, capsys)
+    assert (code, failed) == (1, ["mixed step (eager)"])
 
 
 def test_draws_that_differ_fail(demo, capsys, monkeypatch):

@@ -1,9 +1,11 @@
 """`verify`: runs a model and a codec the way serving does, eagerly and in graphs, and compares what comes out."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from moss_kernels.testing.local_frame import LocalFrameOutputs, clone_state
 from moss_runtime.graphs.capture import GraphSet
 from moss_runtime.graphs.clip_encoder import ClipEncoder
 from moss_runtime.graphs.codec_chunk import CodecChunk
-from moss_runtime.graphs.prefill import cut
+from moss_runtime.graphs.prefill import Piece, cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
 from moss_runtime.model.codec import Codec
@@ -137,26 +139,57 @@ def _replays(name: str, graphs: GraphSet | CodecChunk) -> Result:
     return Result(f"{name} replays", "graph", cases=graphs.replays, failure=failure)
 
 
-def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Results) -> Tensor:
-    """Prefill and one step of all rows; the hidden states [B, H] that come out."""
-    model, pool, kv, frame, prefill = runtime.model, runtime.pool, runtime.kv, runtime.frame, runtime.prefill
-    leases = []
-    for index, prompt in enumerate(prompts):
-        params = seeded(len(prompts))[index]
+@contextlib.contextmanager
+def _rows(runtime: Runtime, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Piece]]]]:
+    """A pool row with pages for each prompt and its first frame, and the pieces that are to be prefilled."""
+    pool, kv, leases = runtime.pool, runtime.kv, []
+    for index, (prompt, params) in enumerate(zip(prompts, seeded(len(prompts)), strict=True)):
         lease = pool.acquire(index, params, seed=params.seed, max_frames=1, position=len(prompt) - 1)
         leases.append(lease)
         kv.reserve(lease.row, len(prompt))
-        for piece in cut(lease.row, prompt, prefill.piece):
-            prefill.run([piece])
-    frame.launch([lease.row for lease in leases])
-    hidden = frame.step.buffers.normed[: len(leases)].clone()
+    rows = [lease.row for lease in leases]
+    yield rows, [cut(row, prompt, runtime.prefill.piece) for row, prompt in zip(rows, prompts, strict=True)]
     for lease in leases:
         pool.abort(lease)
         kv.release(lease.row)
+
+
+def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Results) -> Tensor:
+    """Prefill and one step of all rows; the hidden states [B, H] that come out."""
+    model, frame = runtime.model, runtime.frame
+    with _rows(runtime, prompts) as (rows, pieces):
+        for piece in itertools.chain(*pieces):
+            runtime.prefill.run([piece])
+        frame.launch(rows)
+        hidden = frame.step.buffers.normed[: len(rows)].clone()
+        codes = runtime.pool.history[rows, 0]
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     exact, eager = (_last_hidden(one, prompts) for one in (copy.deepcopy(model).to(wider), model))
-    results.add(Result("backbone", "eager", **compare(hidden, exact.double(), eager, model.dtype)))
+    exact = exact.double()
+    results.add(Result("backbone", "eager", **compare(hidden, exact, eager, model.dtype)))
+    if len(prompts) > 1:
+        joined, code = _join(runtime, prompts)
+        others = slice(1, 1 + len(joined))
+        found = compare(joined, exact[others], eager[others], model.dtype)
+        # On a CPU rounding to fewer bits depends on the rows beside.
+        if model.dtype == torch.float32 or model.device.type == "cuda":
+            found |= {"codes": code.numel(), "equal": int((code == codes[0]).sum())}
+        results.add(Result("mixed step", "eager", **found))
     return hidden
+
+
+def _join(runtime: Runtime, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A frame of the first prompt while the others are prefilled: their hidden states [B-1, H], its codes [Q]."""
+    frame, prefill = runtime.frame, runtime.prefill
+    with _rows(runtime, prompts) as (rows, pieces):
+        first, *others = pieces
+        joining = prefill.next_pass([piece.pop() for piece in others])
+        for piece in itertools.chain(first, *others):
+            prefill.run([piece])
+        runtime.mixed.launch(rows[:1], joining)
+        joined = [piece.row for piece in joining]
+        frame.launch(joined)
+        return frame.step.buffers.normed[: len(joined)].clone(), runtime.pool.history[rows[0], 0].clone()
 
 
 def _last_hidden(model: MossTTS, prompts: Sequence[Tensor]) -> Tensor:
