@@ -253,6 +253,24 @@ def test_a_row_without_pages_waits_and_a_lone_one_is_an_error(model, prompts, re
     assert runtime.pool.in_use == 1
 
 
+@pytest.mark.parametrize("standing", ["paused", "without pages"])
+def test_a_row_that_cannot_go_on_does_not_hold_up_a_prompt_of_many_pieces(model, prompts, requests, expected, standing):
+    """One step prefills all of it and makes its first frame, as if the row were not there."""
+    runtime = make(model, pages=8)
+    runtime.prefill.piece = 16
+    first = runtime.add(2, prompts[2], requests[2])
+    for _ in range(2):  # with which the row fills its three pages
+        runtime.step()
+    lease = runtime.add(8, prompts[8], requests[8])  # the other five pages, with its first frame
+    runtime.pause(first, standing == "paused")
+    (delta,) = runtime.step()
+    assert delta.request_id == 8 and torch.equal(runtime.codes(lease), expected[8].codes[:1])
+    if standing == "without pages":
+        with pytest.raises(OutOfPages):
+            runtime.step()
+        assert runtime.pool.in_use == 2
+
+
 def test_an_exception_in_a_step_ends_its_requests_and_no_other(model, prompts, requests, expected, monkeypatch):
     runtime = make(model)
     waiting = runtime.add(2, prompts[2], requests[2])

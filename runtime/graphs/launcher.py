@@ -41,19 +41,16 @@ class Launcher:
         Returns:
             Why rows were left out, if any were for want of pages.
         """
+        batch, shortage = self._batch(requests)
         waiting = [request for request in requests if request.pieces]
-        batch, shortage = self._batch(requests)
-        if batch:
-            self._launch(batch, waiting)
-            return shortage
-        while waiting:
+        # Whoever has only now been prefilled gets the first frame before others are.
+        along = waiting if batch else []
+        while waiting and not batch:
             self._pass(waiting)
-            if any(not request.pieces and not request.ended for request in requests):
-                break
+            batch, shortage = self._batch(requests)
             waiting = [request for request in requests if request.pieces]
-        batch, shortage = self._batch(requests)
         if batch:
-            self._launch(batch, [])
+            self._launch(batch, along)
         return shortage
 
     def _batch(self, requests: Collection[Request]) -> tuple[list[Request], OutOfPages | None]:

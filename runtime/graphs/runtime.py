@@ -215,7 +215,7 @@ class Runtime:
             What the host has learnt; nothing new is usual on a GPU.
 
         Raises:
-            OutOfPages: no row can go on and nothing in flight will free pages. Nothing has changed.
+            OutOfPages: no row can go on, no prompt waits and nothing in flight will free pages. No request has ended.
             Exception: whatever the work of the step raised; the requests in it have been aborted, others go on.
         """
         self._poll()
