@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 
 import numpy
 import pytest
@@ -272,3 +273,16 @@ def test_frames_go_on_while_many_are_admitted(model, codec, requests):
             handle.result(20)
     bursts = [len(run) for run in "".join("a" if call == "add" else " " for call in calls).split()]
     assert sum(bursts) == 14 and max(bursts) == _ADMISSIONS
+
+
+def test_a_group_larger_than_what_is_admitted_at_once_waits_for_nobody(endless, codec, requests):
+    """Whoever is left of a group when the first of it have rows is no smaller group, which would have to wait."""
+    with make(endless, codec, rows=16, prefill_batch=8, prefill_wait_ms=1e5, max_output_frames=15) as engine:
+        running = engine.submit(dataclasses.replace(requests[0], params=ENDLESS))  # stands still: nobody reads
+        while not engine.runtime.pool.in_use:
+            time.sleep(0.001)
+        with engine._changed:
+            handles = [engine.submit(dataclasses.replace(requests[2], params=ENDLESS)) for _ in range(8)]
+        for handle in handles:
+            assert handle.result(10).frames == FRAMES
+        assert not running.done

@@ -137,9 +137,8 @@ class Scheduler:
             return False
         chosen = ready[: min(free, _ADMISSIONS)]
         admitted = sum(1 for _ in itertools.takewhile(self._admit_one, chosen))
-        # The others have waited as long.
-        if admitted < len(chosen) or len(chosen) == len(ready):
-            self._admissible_since = None
+        # The rest of a group waits for nobody.
+        self._admissible_since = -math.inf if admitted == len(chosen) < len(ready) else None
         return bool(admitted)
 
     def _admit_one(self, job: Job) -> bool:
