@@ -37,7 +37,7 @@ class EngineConfig:
         max_in_flight: launches that the host runs ahead of the device. More of them bridge the time in which the host
             has other things to do, and each delays a new request by a frame.
         max_waiting: accepted requests that wait for a row; `submit` refuses more.
-        prefill_batch: waiting requests that are admitted together without waiting for more.
+        prefill_batch: waiting requests that are admitted without waiting for more, a few between two launches.
         prefill_wait_ms: longest time that a request waits for others to be prefilled with, while others make frames.
         codec_slots: streams that the codec holds at a time; None: one for each row.
         slot_policy: what happens to a request that gets a row but no codec slot: "queue" (it waits for one), "offline"

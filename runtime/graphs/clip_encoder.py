@@ -81,7 +81,7 @@ class ClipEncoder:
             for length in self.lengths
         }
         shapes = [(length,) for length in self.lengths]
-        # As prompts, of which clips are a part, they go ahead of frames.
+        # Requests wait for their clips, which go ahead of frames and audio.
         options = {"device": device, "priority": -1, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("reference", shapes, self.compute, **options)
         if self.graphs.stream is not None:

@@ -101,7 +101,7 @@ class FrameGraph:
 
         Args:
             model: with the weights.
-            step: the backbone's step; it is used by this graph alone.
+            step: the backbone's step; nothing on another stream uses it.
             pool: state of the requests.
             kv: keys and values of the requests; pages must be reserved before a launch.
             buckets: batch sizes to capture; the largest is the most rows of a launch.
