@@ -96,34 +96,22 @@ struct Place {
   }
 };
 
-// The pairs of sums of four blocks of 8 columns, `block` the first, as bf16; what lies beyond the tile is zero. Lane q
-// of four gets all of block + q.
-template <int N>
+// The pairs of sums of four blocks of 8 columns, `block` the first, as bf16, or what the gate makes of each and a zero;
+// what lies beyond the tile is zero. Lane q of four gets all of block + q.
+template <int N, bool GATE>
 __device__ __forceinline__ uint4 gather(const float (&sum)[N / 2], int block, int half) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* pair = &sum[4 * (block + i) + 2 * half];
-    words[i] = block + i < N / 8 ? pack_bf16(pair[0], pair[1]) : 0;
+    const auto pack = [&] { return GATE ? pack_bf16(gated(pair[0], pair[1]), 0) : pack_bf16(pair[0], pair[1]); };
+    words[i] = block + i < N / 8 ? pack() : 0;
   }
   transpose_quad(words);
   return {words[0], words[1], words[2], words[3]};
 }
 
-// The same of gated pairs, of which there are half as many.
-template <int N>
-__device__ __forceinline__ uint2 gather_gated(const float (&sum)[N / 2], int block, int half) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* pair = &sum[4 * (block + i) + 2 * half];
-    words[i] = block + i < N / 8 ? pack_bf16(gated(pair[0], pair[1]), 0) : 0;
-  }
-  transpose_quad(words);
-  return {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)};
-}
-
-// The sums as bf16, whole or gated.
+// The sums as bf16, whole or gated, of which there are half as many.
 template <int N, bool GATE>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, bf16* out) {
 #pragma unroll
@@ -134,12 +122,12 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& pl
       const int mine = block + place.quarter, column = place.column + 8 * mine;
       const bool inside = mine < N / 8 && row < place.rows && column < place.outputs;
       bf16* const target = out + (row * place.outputs + column) / (GATE ? 2 : 1);
+      const uint4 words = gather<N, GATE>(sum, block, half);
       if constexpr (GATE) {
-        const uint2 packed = gather_gated<N>(sum, block, half);
+        const uint2 packed = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)};
         if (inside) *reinterpret_cast<uint2*>(target) = packed;
       } else {
-        const uint4 packed = gather<N>(sum, block, half);
-        if (inside) *reinterpret_cast<uint4*>(target) = packed;
+        if (inside) *reinterpret_cast<uint4*>(target) = words;
       }
     }
   }

@@ -237,6 +237,15 @@ def test_layer_norm_in_the_interpreter(k, x_dtype, dtype):
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["x", "norm_weight", "norm_bias"])
+def test_what_layer_norm_reads_in_words_is_aligned(name):
+    inputs = {"x": (2, 8), "norm_weight": (8,), "norm_bias": (8,)}
+    inputs = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in inputs.items()}
+    odd = torch.zeros(inputs[name].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs[name].shape)
+    with pytest.raises(ValueError, match=f"`{name}` must be aligned to 4 bytes"):
+        row_kernels.layer_norm(**inputs | {name: odd}, out=torch.zeros(2, 8, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

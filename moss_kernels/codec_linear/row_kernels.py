@@ -98,8 +98,15 @@ def epilogue_kernel(
 
 
 def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, out: torch.Tensor) -> None:
-    """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype."""
+    """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype.
+
+    Raises:
+        ValueError: An input is not aligned to 4 bytes, as words of two bfloat16 have to be.
+    """
     m, k = x.shape
+    for name, tensor in (("x", x), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor.data_ptr() % 4:
+            raise ValueError(f"`codec_linear`: `{name}` must be aligned to 4 bytes, got address {tensor.data_ptr():#x}")
     dependent = dependent_launch(x.device, default=True)
     layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
         x,

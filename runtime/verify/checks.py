@@ -1,11 +1,9 @@
 """`verify`: runs a model and a codec the way serving does, eagerly and in graphs, and compares what comes out."""
 
-import contextlib
 import copy
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from moss_kernels.testing.local_frame import LocalFrameOutputs, clone_state
 from moss_runtime.graphs.capture import GraphSet
 from moss_runtime.graphs.clip_encoder import ClipEncoder
 from moss_runtime.graphs.codec_chunk import CodecChunk
-from moss_runtime.graphs.prefill import Piece, cut
+from moss_runtime.graphs.prefill import cut
 from moss_runtime.graphs.runtime import Runtime
 from moss_runtime.graphs.speech import generate
 from moss_runtime.model.codec import Codec
@@ -78,16 +76,23 @@ def verify(
         torch.cuda.synchronize(model.device)
     hidden = _check_backbone(runtime, prompts, results)
     _check_local_frame(runtime, hidden, results)
+    on_gpu, joins = model.device.type == "cuda", len(prompts) > 1 and frames > 1
+    # On a CPU what is rounded to fewer bits depends on the rows beside.
+    if joins and (on_gpu or model.dtype == torch.float32):
+        results.add(_same_codes("mixed step", "eager", join(runtime, prompts), eager.results))
     if model.dtype == torch.float32:
         # In fewer bits the model rounds in other places, and codes part for good at the first draw that is close.
         progress("frames")
         params = seeded(len(prompts))
         results.add(_same_codes("frames", "eager", eager.results, model.generate(prompts, params, max_frames=frames)))
-    if model.device.type == "cuda":
+    if on_gpu:
         progress("graphs")
         runtime.warm_up()
         spoken = speak(runtime, prompts)
         results.add(_same_codes("frames", "graph", spoken.results, eager.results))
+        if joins:
+            results.add(_same_codes("mixed step", "graph", join(runtime, prompts), eager.results))
+            results.add(_replays("mixed", runtime.mixed.graphs))
         _check_replays(runtime, results)
         results.add(_check_audio(codec, spoken, "graph"))
     results.add(_check_audio(codec, eager, "eager"))
@@ -110,6 +115,26 @@ def speak(runtime: Runtime, prompts: Sequence[Tensor]) -> Spoken:
     )
     channels = runtime.feed.chunk.codec.config.channels
     return Spoken(results, [torch.cat([torch.zeros(channels, 0), *one], 1) for one in parts])
+
+
+def join(runtime: Runtime, prompts: Sequence[Tensor]) -> list[Generation]:
+    """What comes of prompts of which all but the first are prefilled beside a frame of that one."""
+    params = seeded(len(prompts))
+    leases = {0: runtime.add(0, prompts[0], params[0])}
+    results: dict[int, Generation] = {}
+    deltas = runtime.step()
+    leases |= {index: runtime.add(index, prompts[index], params[index]) for index in range(1, len(prompts))}
+    while leases:
+        for delta in deltas:
+            if delta.final:
+                lease = leases.pop(delta.request_id)
+                codes, seed = runtime.codes(lease), runtime.seed(lease)
+                results[delta.request_id] = Generation(codes, seed, delta.finish_reason)
+                runtime.release(lease)
+        deltas = runtime.step()
+        if not deltas:
+            runtime.wait()
+    return [results[index] for index in range(len(prompts))]
 
 
 def _same_codes(name: str, implementation: str, actual: list[Generation], expected: list[Generation]) -> Result:
@@ -139,57 +164,26 @@ def _replays(name: str, graphs: GraphSet | CodecChunk) -> Result:
     return Result(f"{name} replays", "graph", cases=graphs.replays, failure=failure)
 
 
-@contextlib.contextmanager
-def _rows(runtime: Runtime, prompts: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Piece]]]]:
-    """A pool row with pages for each prompt and its first frame, and the pieces that are to be prefilled."""
-    pool, kv, leases = runtime.pool, runtime.kv, []
-    for index, (prompt, params) in enumerate(zip(prompts, seeded(len(prompts)), strict=True)):
+def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Results) -> Tensor:
+    """Prefill and one step of all rows; the hidden states [B, H] that come out."""
+    model, pool, kv, frame, prefill = runtime.model, runtime.pool, runtime.kv, runtime.frame, runtime.prefill
+    leases = []
+    for index, prompt in enumerate(prompts):
+        params = seeded(len(prompts))[index]
         lease = pool.acquire(index, params, seed=params.seed, max_frames=1, position=len(prompt) - 1)
         leases.append(lease)
         kv.reserve(lease.row, len(prompt))
-    rows = [lease.row for lease in leases]
-    yield rows, [cut(row, prompt, runtime.prefill.piece) for row, prompt in zip(rows, prompts, strict=True)]
+        for piece in cut(lease.row, prompt, prefill.piece):
+            prefill.run([piece])
+    frame.launch([lease.row for lease in leases])
+    hidden = frame.step.buffers.normed[: len(leases)].clone()
     for lease in leases:
         pool.abort(lease)
         kv.release(lease.row)
-
-
-def _check_backbone(runtime: Runtime, prompts: Sequence[Tensor], results: Results) -> Tensor:
-    """Prefill and one step of all rows; the hidden states [B, H] that come out."""
-    model, frame = runtime.model, runtime.frame
-    with _rows(runtime, prompts) as (rows, pieces):
-        for piece in itertools.chain(*pieces):
-            runtime.prefill.run([piece])
-        frame.launch(rows)
-        hidden = frame.step.buffers.normed[: len(rows)].clone()
-        codes = runtime.pool.history[rows, 0]
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     exact, eager = (_last_hidden(one, prompts) for one in (copy.deepcopy(model).to(wider), model))
-    exact = exact.double()
-    results.add(Result("backbone", "eager", **compare(hidden, exact, eager, model.dtype)))
-    if len(prompts) > 1:
-        joined, code = _join(runtime, prompts)
-        others = slice(1, 1 + len(joined))
-        found = compare(joined, exact[others], eager[others], model.dtype)
-        # On a CPU rounding to fewer bits depends on the rows beside.
-        if model.dtype == torch.float32 or model.device.type == "cuda":
-            found |= {"codes": code.numel(), "equal": int((code == codes[0]).sum())}
-        results.add(Result("mixed step", "eager", **found))
+    results.add(Result("backbone", "eager", **compare(hidden, exact.double(), eager, model.dtype)))
     return hidden
-
-
-def _join(runtime: Runtime, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A frame of the first prompt while the others are prefilled: their hidden states [B-1, H], its codes [Q]."""
-    frame, prefill = runtime.frame, runtime.prefill
-    with _rows(runtime, prompts) as (rows, pieces):
-        first, *others = pieces
-        joining = prefill.next_pass([piece.pop() for piece in others])
-        for piece in itertools.chain(first, *others):
-            prefill.run([piece])
-        runtime.mixed.launch(rows[:1], joining)
-        joined = [piece.row for piece in joining]
-        frame.launch(joined)
-        return frame.step.buffers.normed[: len(joined)].clone(), runtime.pool.history[rows[0], 0].clone()
 
 
 def _last_hidden(model: MossTTS, prompts: Sequence[Tensor]) -> Tensor:
