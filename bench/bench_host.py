@@ -96,8 +96,7 @@ def test_frame_delta(benchmark, engine):
     """Four frames of every row from the stage that makes them to the codec's input."""
     history, stage, count = engine.runtime.pool.history, engine.stage, 4
     history.random_(0, 64)
-    views = [history[row, :count] for row in range(ROWS)]
-    deltas = [FrameDelta(row, 0, 0, codes, None, False, None) for row, codes in enumerate(views)]
+    deltas = [FrameDelta(row, 0, 0, count, frames, None, False, None) for row, frames in enumerate(history[:ROWS])]
     parts = [(row, 0, count) for row in range(ROWS)]
 
     def hand_over() -> torch.Tensor:

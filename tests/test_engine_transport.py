@@ -20,8 +20,7 @@ def transport(request, history):
 
 
 def send(transport, history, name, row, first, count, final=False):
-    codes = history[row, first : first + count]
-    transport.send(FrameDelta(name, 1, first, codes, None, final, "stop" if final else None))
+    transport.send(FrameDelta(name, 1, first, count, history[row], None, final, "stop" if final else None))
 
 
 def test_frames_come_out_as_they_went_in(transport, history):

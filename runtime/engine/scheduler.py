@@ -231,10 +231,10 @@ class Scheduler:
         deltas = [delta for delta in deltas if delta.request_id in self.live]
         self._stage.receive(deltas)
         for delta in deltas:
-            job, count = self.live[delta.request_id], delta.codes.shape[0]
-            if count and not job.stream.known:
+            job = self.live[delta.request_id]
+            if delta.frames and not job.stream.known:
                 job.first_frame = time.perf_counter()
-            job.stream.known += count
+            job.stream.known += delta.frames
             if delta.final:
                 job.stream.final, job.reason = True, delta.finish_reason
         return bool(deltas) or self._runtime.in_flight > in_flight

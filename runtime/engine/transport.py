@@ -47,8 +47,7 @@ class InProcess:
 
     def send(self, delta: FrameDelta) -> None:
         if delta.request_id not in self._first:
-            number = delta.codes.storage_offset() // self._frames.shape[1]
-            self._first[delta.request_id] = number - delta.first_frame
+            self._first[delta.request_id] = delta.history.storage_offset() // self._frames.shape[1]
 
     def gather(self, parts: Sequence[Part], length: int) -> Tensor:
         device = self._frames.device

@@ -113,7 +113,7 @@ class AudioFeed:
             if delta.ready_event is not None:
                 self.stream.wait_event(delta.ready_event)
         stream = self._streams[delta.request_id]
-        if len(delta.codes):
+        if delta.frames:
             stream.waiting.append(delta.codes)
         stream.final = delta.final
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +13,15 @@ from moss_runtime.graphs.prefill import Piece
 from moss_runtime.state.decode_pool import DecodePool, RowLease
 
 
-@dataclasses.dataclass(frozen=True)
-class FrameDelta:
+class FrameDelta(NamedTuple):
     """Frames of a request that are known to be valid, and not told of before.
 
     Attributes:
         request_id: of the request.
         generation: of the lease of its row.
         first_frame: number of the first of these frames.
-        codes: [n, n_vq] int16, a view of the pool's history that holds until the row is released; n may be 0 if final.
+        frames: how many there are; may be 0 if final.
+        history: [max_frames, n_vq] int16. All frames of its row, in the pool; it holds until the row is released.
         ready_event: after it the codes may be read on another stream; None on a CPU.
         final: no frame will follow.
         finish_reason: of a final delta "stop", "length" or "error", as in `Generation`.
@@ -29,10 +30,17 @@ class FrameDelta:
     request_id: Hashable
     generation: int
     first_frame: int
-    codes: Tensor
+    frames: int
+    history: Tensor
     ready_event: torch.cuda.Event | None
     final: bool
     finish_reason: str | None
+
+    @property
+    def codes(self) -> Tensor:
+        """[n, n_vq] int16. These frames, a view of the history."""
+        # There is a delta for each row and launch, and most are never looked at by themselves.
+        return self.history[self.first_frame : self.first_frame + self.frames]
 
 
 @dataclasses.dataclass
@@ -96,9 +104,9 @@ class Flights:
         deltas = []
         while self.landed:
             flight = self._flights.popleft()
-            for request, *numbers in zip(flight.requests, *flight.report.tolist(), strict=False):
-                if not request.ended:
-                    deltas += self._learn(request, *numbers, flight.event)
+            for request, frames, flags, status in zip(flight.requests, *flight.report.tolist(), strict=False):
+                if not request.ended and (flags & FINISHED or frames > request.known):
+                    deltas.append(self._learn(request, frames, flags, status, flight.event))
         return deltas
 
     def wait(self) -> None:
@@ -108,15 +116,13 @@ class Flights:
 
     def _learn(
         self, request: Request, frames: int, flags: int, status: int, event: torch.cuda.Event | None
-    ) -> list[FrameDelta]:
-        """One column of a report; see `FrameBuffers.report`."""
+    ) -> FrameDelta:
+        """One column of a report that says something new; see `FrameBuffers.report`."""
         lease, final, reason = request.lease, bool(flags & FINISHED), None
         if final:
             reason = "error" if status else "stop" if flags & STOPPED else "length"
             request.ended = True
             self._pool.finish(lease)
-        if not final and frames == request.known:
-            return []
         first, request.known = request.known, frames
-        codes = self._history[lease.row][first:frames]
-        return [FrameDelta(lease.request_id, lease.generation, first, codes, event, final, reason)]
+        history = self._history[lease.row]
+        return FrameDelta(lease.request_id, lease.generation, first, frames - first, history, event, final, reason)

@@ -270,11 +270,13 @@ class Runtime:
 
     def _poll(self) -> None:
         """Read the reports of launches that are over."""
+        if not self._flights.landed:
+            return
         if self._timer is not None:
             self._timer.collect()
         deltas = self._flights.read()
         if self._metrics is not None:
-            self._metrics.generated(frames=sum(delta.codes.shape[0] for delta in deltas))
+            self._metrics.generated(frames=sum(delta.frames for delta in deltas))
         self._deltas += deltas
 
 

@@ -96,7 +96,7 @@ class _Run:
             self.waiting.popleft()
 
     def _frames(self, delta: FrameDelta) -> None:
-        if self.on_frames is not None and len(delta.codes):
+        if self.on_frames is not None and delta.frames:
             self.on_frames(delta.request_id, delta.codes)
         if self.feed is not None:
             self.feed.push(delta)
