@@ -4,10 +4,12 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moss_runtime.graphs.requests import FrameDelta
+from moss_runtime.state.pinned import pinned
 
 # A request, the number of the first frame wanted, and how many.
 Part = tuple[Hashable, int, int]
@@ -51,12 +53,10 @@ class InProcess:
 
     def gather(self, parts: Sequence[Part], length: int) -> Tensor:
         device = self._frames.device
-        bounds = [(self._first[name] + first, count - 1) for name, first, count in parts]
-        # The host allocator does not reuse a pinned block before the copy from it is done.
-        start, last = torch.tensor(bounds, pin_memory=device.type == "cuda").to(device, non_blocking=True).unbind(1)
+        bounds = np.array([(self._first[name] + first, count - 1) for name, first, count in parts])
         # A surplus frame repeats the last one: what the history holds beyond may be no code.
-        steps = torch.arange(length, device=device).minimum(last[:, None])
-        return self._frames[start[:, None] + steps]
+        numbers = bounds[:, :1] + np.minimum(np.arange(length), bounds[:, 1:])
+        return self._frames[pinned(numbers, torch.int64, device).to(device, non_blocking=True)]
 
     def forget(self, request_id: Hashable) -> None:
         self._first.pop(request_id, None)

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from moss_kernels.chunk_epilogue import chunk_epilogue
@@ -15,6 +16,7 @@ from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.stream import check_step
 from moss_runtime.state.codec_slots import CodecSlots, StageRings
+from moss_runtime.state.pinned import pinned
 
 FRAMES = (1, 2, 3, 4, 6, 8, 10, 12, 15)
 
@@ -26,7 +28,7 @@ class ChunkBuffers(StageBuffers):
 
     Attributes:
         codes: [max_batch * frames * codebooks] int64.
-        slots, valid: [max_batch] int32.
+        inputs: [2, max_batch] int32. `slots` and `valid`.
         stage_valid: [stages, max_batch] int32. Valid tokens of each row at each stage's rate.
         cos_sin: [tokens of all stages * head_dim] float32. Their cosines and sines.
         audio: [max_batch * channels * frames * samples_per_frame] float32.
@@ -39,12 +41,21 @@ class ChunkBuffers(StageBuffers):
         rows = batch * frames
         super().__init__(stages, rows, dtype=codec.dtype, residual_dtype=residual_dtype, device=device)
         self.codes = torch.zeros(rows * config.codebooks, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.valid = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros(2, batch, dtype=torch.int32, device=device)
         self.stage_valid = torch.zeros(len(stages), batch, dtype=torch.int32, device=device)
         tokens = rows * sum(stage.tokens_per_frame for stage in stages)
         self.cos_sin = torch.zeros(tokens * stages[0].config.head_dim, device=device)
         self.audio = torch.zeros(rows * config.channels * config.samples_per_frame, device=device)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[max_batch] int32. Slot of each row."""
+        return self.inputs[0]
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """[max_batch] int32. Valid frames of each row."""
+        return self.inputs[1]
 
     @property
     def size_in_bytes(self) -> int:
@@ -143,10 +154,11 @@ class CodecChunk:
         config = self.codec.config
         if out is None:
             out = torch.empty(rows, config.channels, frames * config.samples_per_frame, device=self.codec.device)
-        slots, valid = (torch.as_tensor(x, dtype=torch.int32) for x in (slots, valid))
+        on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (slots, valid))
+        slots, valid = (torch.as_tensor(x) if on_device else np.asarray(x) for x in (slots, valid))
         for start in range(0, frames if rows else 0, self.frames[-1]):
             part = codes[:, start : start + self.frames[-1]]
-            audio = self._step(part, slots, (valid - start).clamp(0, part.shape[1]))
+            audio = self._step(part, slots, (valid - start).clip(0, part.shape[1]))
             out[:, :, start * config.samples_per_frame :][:, :, : audio.shape[2]].copy_(audio)
         return out
 
@@ -184,7 +196,9 @@ class CodecChunk:
         else:
             self._graphs[shape] = graph
 
-    def _step(self, codes: torch.Tensor, slots: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self, codes: torch.Tensor, slots: np.ndarray | torch.Tensor, valid: np.ndarray | torch.Tensor
+    ) -> torch.Tensor:
         """One step of at most `frames[-1]` frames; returns a view of the static audio."""
         rows, frames = codes.shape[:2]
         graph_shape = min(
@@ -193,15 +207,8 @@ class CodecChunk:
             default=None,
         )
         batch, length = graph_shape or (rows, frames)
-        buffers = self.buffers
         self._codes(batch, length)[:rows, :frames].copy_(codes, non_blocking=True)
-        for static, values, padding in ((buffers.slots, slots, self.slots.null_slot), (buffers.valid, valid, 0)):
-            if values.device != static.device:
-                values = torch.nn.functional.pad(values, (0, batch - rows), value=padding).pin_memory()
-                static[:batch].copy_(values, non_blocking=True)
-            else:
-                static[:rows].copy_(values)
-                static[rows:batch].fill_(padding)
+        self._fill_rows(slots, valid)
         if graph_shape:
             self._graphs[graph_shape].replay()
             self.replays += 1
@@ -209,6 +216,18 @@ class CodecChunk:
             self.fallbacks[self._fallback_reason(rows, frames)] += 1
             self.compute(batch, length)
         return self._audio(batch, length)[:rows, :, : frames * self.codec.config.samples_per_frame]
+
+    def _fill_rows(self, slots: np.ndarray | torch.Tensor, valid: np.ndarray | torch.Tensor) -> None:
+        """Slots and valid frames of a step, and padding behind them, without waiting."""
+        inputs, rows = self.buffers.inputs, len(slots)
+        if isinstance(slots, torch.Tensor):
+            self.buffers.slots.fill_(self.slots.null_slot)[:rows].copy_(slots, non_blocking=True)
+            self.buffers.valid.zero_()[:rows].copy_(valid, non_blocking=True)
+            return
+        values = np.zeros(inputs.shape, dtype=np.int32)
+        values[0] = self.slots.null_slot
+        values[:, :rows] = slots, valid
+        inputs.copy_(pinned(values, inputs.dtype, inputs.device), non_blocking=True)
 
     def _fallback_reason(self, rows: int, frames: int) -> str:
         if self.codec.device.type != "cuda":

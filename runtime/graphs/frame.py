@@ -16,6 +16,7 @@ from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import FallbackReason, Lap, Metrics, Range, StageTimer
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
+from moss_runtime.state.pinned import pinned
 
 FINISHED, STOPPED = 1, 2  # flags of a report
 STAGES = (Range.BACKBONE, Range.LOCAL_FRAME, Range.BOOKKEEPING)
@@ -162,9 +163,8 @@ class FrameGraph:
         padding = bucket - len(rows)
         flags = [1] * len(rows) if active is None else [int(flag) for flag in active]
         values = [*rows, *[self.pool.null_row] * padding, *flags, *[0] * padding]
-        # The host allocator does not reuse a pinned block before the copy from it is done.
-        pinned = torch.tensor(values, dtype=torch.int32, pin_memory=self.buffers.inputs.is_cuda)
-        self.buffers.inputs[: 2 * bucket].copy_(pinned, non_blocking=True)
+        inputs = self.buffers.inputs
+        inputs[: 2 * bucket].copy_(pinned(values, inputs.dtype, inputs.device), non_blocking=True)
 
     def compute(self, bucket: int, frames: int, *more: int, backbone: Callable[..., Tensor] | None = None) -> None:
         """The work of a launch: this is what a graph holds.

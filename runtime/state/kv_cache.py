@@ -4,6 +4,7 @@ import torch
 
 from moss_runtime.model.config import BackboneConfig
 from moss_runtime.state.free_list import Event, FreeList
+from moss_runtime.state.pinned import pinned
 
 PAGE_SIZE = 64
 
@@ -98,8 +99,7 @@ class PagedKV:
     def reserve(self, row: int, tokens: int) -> int:
         """Make sure that a row's pages cover its first `tokens` tokens. It keeps what it has.
 
-        New entries of the page table are copied without waiting; the pinned source stays untouched until the copy is
-        done, since the host allocator reuses it only then.
+        New entries of the page table are copied without waiting.
 
         Args:
             row: 0 .. rows - 1.
@@ -125,7 +125,7 @@ class PagedKV:
                 f"{free} of {self.pages} are free"
             )
         fresh = self._free.take(missing)
-        entries = torch.tensor(fresh, dtype=torch.int32, pin_memory=self.page_table.is_cuda)
+        entries = pinned(fresh, self.page_table.dtype, self.page_table.device)
         self.page_table[row, len(held) : len(held) + missing].copy_(entries, non_blocking=True)
         held += fresh
         return len(held) * self.page_size
