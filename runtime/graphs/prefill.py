@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Metrics
 from moss_runtime.state.decode_pool import DecodePool
 from moss_runtime.state.kv_cache import PagedKV
+from moss_runtime.state.pinned import pinned
 
 # Most tokens of a piece of a prompt.
 PIECE = 512
@@ -38,14 +40,14 @@ class Piece:
     Attributes:
         row: pool row of the request.
         start: tokens of the prompt that earlier pieces hold.
-        ids: [n, 1+n_vq] i64 on the CPU; n may be 0.
+        ids: [n, 1+n_vq] i64; n may be 0.
         last: [1+n_vq] i64. The prompt's last row.
     """
 
     row: int
     start: int
-    ids: Tensor
-    last: Tensor
+    ids: np.ndarray
+    last: np.ndarray
 
     @property
     def tiles(self) -> list[tuple[int, int, int]]:
@@ -55,8 +57,9 @@ class Piece:
 
 
 def cut(row: int, prompt: Tensor, size: int = PIECE) -> list[Piece]:
-    """Pieces of a prompt [T, 1+n_vq], at most `size` tokens each. How it is cut depends on T alone."""
-    ids, last = prompt[:-1], prompt[-1]
+    """Pieces of a prompt [T, 1+n_vq] i64, of at most `size` tokens. How it is cut depends on T alone."""
+    rows = prompt.cpu().numpy()
+    ids, last = rows[:-1], rows[-1]
     return [Piece(row, start, ids[start : start + size], last) for start in range(0, max(len(ids), 1), size)]
 
 
@@ -136,18 +139,16 @@ class Prefill:
         tiles = [tile for piece in pieces for tile in piece.tiles]
         tokens = bucket_for(TILE * len(tiles), self.buckets)
         tiles += [(null_row, 0, 0)] * (self.max_tokens // TILE - len(tiles))
-        rows = torch.tensor([piece.row for piece in pieces] + [null_row] * (self._prompts - len(pieces)))
-        ids = torch.full((self._prompts + tokens, 1 + config.n_vq), config.audio_pad_token_id)
+        ids = np.full((self._prompts + tokens, 1 + config.n_vq), config.audio_pad_token_id)
         ids[:, 0] = config.pad_token_id
         place = self._prompts
         for index, piece in enumerate(pieces):
             ids[index] = piece.last
             ids[place : place + len(piece.ids)] = piece.ids
-            place += TILE * len(piece.tiles)
-        values = torch.cat((rows, torch.tensor(tiles).flatten(), ids.flatten()))
-        if self._inputs.is_cuda:
-            values = values.pin_memory()
-        self._inputs[: len(values)].copy_(values, non_blocking=True)
+            place += -(-len(piece.ids) // TILE) * TILE
+        rows = [piece.row for piece in pieces] + [null_row] * (self._prompts - len(pieces))
+        values = np.concatenate((rows, np.ravel(tiles), np.ravel(ids)))
+        self._inputs[: len(values)].copy_(pinned(values, torch.int64, self._inputs.device), non_blocking=True)
         return tokens
 
     def compute(self, tokens: int) -> None:
