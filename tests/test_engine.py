@@ -22,7 +22,8 @@ from engine_support import (
 )
 
 from moss_kernels import SamplingParams
-from moss_runtime.engine import Engine, EngineConfig, Request
+from moss_runtime.engine import AudioChunk, Engine, EngineConfig, Handle, Request
+from moss_runtime.engine.handle import Channel, tell
 from moss_runtime.engine.scheduler import _ADMISSIONS
 from moss_runtime.engine.transport import HostCopy, InProcess
 from moss_runtime.errors import AudioError, CheckpointError, PromptError, UserError
@@ -163,6 +164,24 @@ def test_a_second_asyncio_reader_is_refused_and_a_cancelled_one_replaced(endless
     with make(endless, codec, rows=1) as engine:
         _, codes, chunks = asyncio.run(main(engine))
         assert_audio(chunks, codes, codec)
+
+
+def test_readers_of_one_loop_are_told_together():
+    async def main():
+        loop, woken = asyncio.get_running_loop(), []
+        channels = [Channel(lambda: None) for _ in range(3)]
+        readers = [asyncio.create_task(anext(Handle(None, channel))) for channel in channels]
+        await asyncio.sleep(0)
+        threadsafe = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: (woken.append(call), threadsafe(*call))
+        chunks = [AudioChunk(numpy.zeros((1, 1)), index, 1, 0.0) for index in range(3)]
+        tell(
+            [*(channel.put(chunk) for channel, chunk in zip(channels, chunks, strict=True)), channels[0].put(chunks[1])]
+        )
+        assert await asyncio.wait_for(asyncio.gather(*readers), 20) == chunks
+        assert len(woken) == 1
+
+    asyncio.run(main())
 
 
 def test_submit_from_many_threads(model, codec, requests, expected):

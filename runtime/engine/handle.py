@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from moss_runtime.engine.request import AudioChunk, Request, Result
 
@@ -16,6 +17,34 @@ def check_timeout(timeout: float | None) -> None:
     if not isinstance(timeout, (int, float)) or not timeout <= threading.TIMEOUT_MAX:
         most = int(threading.TIMEOUT_MAX)
         raise ValueError(f"`timeout` must be None or a number of seconds, at most {most}, got {timeout!r}")
+
+
+class Waiter(NamedTuple):
+    """A reader in asyncio that waits for the next audio of a channel, and the future that ends its wait."""
+
+    channel: "Channel"
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future
+
+
+def tell(waiters: Iterable[Waiter | None]) -> None:
+    """Let readers go on, those of a loop together: to wake its thread takes a system call and turns of the lock."""
+    loops: dict[asyncio.AbstractEventLoop, list[Waiter]] = defaultdict(list)
+    for waiter in filter(None, waiters):
+        loops[waiter.loop].append(waiter)
+    for loop, readers in loops.items():
+        try:
+            loop.call_soon_threadsafe(_go_on, readers)
+        except RuntimeError:
+            # The readers' loop has ended, and the readers with it.
+            for reader in readers:
+                reader.channel.aborted = True
+
+
+def _go_on(readers: Iterable[Waiter]) -> None:
+    for reader in readers:
+        if not reader.future.done():
+            reader.future.set_result(None)
 
 
 class Channel:
@@ -42,33 +71,25 @@ class Channel:
         self.read_frames = 0
         self.result: Result | None = None
         self.aborted = self.unbounded = self.awaited = False
-        self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self.waiter: Waiter | None = None
 
-    def put(self, chunk: AudioChunk) -> None:
-        """The engine's side: the next audio."""
-        self._announce(lambda: self.chunks.append(chunk))
+    def put(self, chunk: AudioChunk) -> Waiter | None:
+        """The engine's side: the next audio. Returns who has to be told of it."""
+        with self.changed:
+            self.chunks.append(chunk)
+            return self._announce()
 
-    def finish(self, result: Result) -> None:
-        """The engine's side: the end, once."""
-
-        def end() -> None:
+    def finish(self, result: Result) -> Waiter | None:
+        """The engine's side: the end, once. Returns who has to be told of it."""
+        with self.changed:
             assert self.result is None
             self.result = result
+            return self._announce()
 
-        self._announce(end)
-
-    def _announce(self, change: Callable[[], None]) -> None:
-        with self.changed:
-            change()
-            waiter, self.waiter = self.waiter, None
-            self.changed.notify_all()
-        if waiter is not None:
-            loop, future = waiter
-            try:
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
-            except RuntimeError:
-                # The reader's loop has ended, and the reader with it.
-                self.aborted = True
+    def _announce(self) -> Waiter | None:
+        waiter, self.waiter = self.waiter, None
+        self.changed.notify_all()
+        return waiter
 
 
 class Handle:
@@ -148,11 +169,11 @@ class Handle:
                 if self._is_ready():
                     chunk = self._take()
                     break
-                if channel.waiter is not None and not channel.waiter[1].done():
+                if channel.waiter is not None and not channel.waiter.future.done():
                     raise RuntimeError("Handle: somebody else waits for its next chunk; it has one reader at a time")
                 loop = asyncio.get_running_loop()
                 future = loop.create_future()
-                channel.waiter = loop, future
+                channel.waiter = Waiter(channel, loop, future)
             await future
         if chunk is None:
             raise StopAsyncIteration

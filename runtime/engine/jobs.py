@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 from torch import Tensor
 
 from moss_runtime.engine.chunking import Stream
@@ -82,6 +83,7 @@ class Delivered:
     Attributes:
         codes: [n, Q] int16 of each chunk.
         audio: [C, n] of each chunk that is kept until the end.
+        frames: in all chunks.
         chunks: number of codec calls.
         landed: when the first audio was in host memory.
         first: when the caller could take it.
@@ -90,15 +92,12 @@ class Delivered:
         underruns: chunks that came after that.
     """
 
-    codes: list[Tensor] = dataclasses.field(default_factory=list)
-    audio: list[Tensor] = dataclasses.field(default_factory=list)
+    codes: list[np.ndarray] = dataclasses.field(default_factory=list)
+    audio: list[np.ndarray] = dataclasses.field(default_factory=list)
+    frames: int = 0
     chunks: int = 0
     landed: float | None = None
     first: float | None = None
     latest: float | None = None
     horizon: float = 0.0
     underruns: int = 0
-
-    @property
-    def frames(self) -> int:
-        return sum(map(len, self.codes))

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from moss_runtime.engine.codec_stage import STAGES, Call, CodecStage
+from moss_runtime.engine.handle import Waiter, tell
 from moss_runtime.engine.jobs import Job
 from moss_runtime.engine.request import AudioChunk, Result, no_codes
 from moss_runtime.engine.stats import Stats
@@ -66,44 +67,50 @@ class Output:
                 _log.exception("a request could not be told of its audio or its end")
 
     def _collect(self, call: Call, jobs: Sequence[Job]) -> None:
+        waiters: list[Waiter | None] = []
         try:
             if call.event is not None:
                 call.event.synchronize()
-            landed = time.perf_counter()
+            landed, audio, codes = time.perf_counter(), call.audio.numpy(), call.codes.numpy()
             for stage, milliseconds in zip(STAGES, call.lap.read() or (), strict=False):
                 self._stats.count("stage_seconds", milliseconds / 1e3, stage)
             for row, (piece, job) in enumerate(zip(call.pieces, jobs, strict=True)):
                 if not job.channel.aborted:
                     samples = piece.frames * self._config.samples_per_frame
-                    audio = call.audio[row, :, :samples].clone()
-                    self._deliver(job, audio, call.codes[row, : piece.frames].clone(), landed)
+                    part = audio[row, :, :samples].copy(), codes[row, : piece.frames].copy()
+                    waiters.append(self._deliver(job, *part, landed))
+            self._stats.count("stage_seconds", time.perf_counter() - landed, "delivery")
         except Exception as error:
             _log.exception("audio of a codec call could not be handed out")
             for job in jobs:
                 job.failure = error
         finally:
             self._stage.collected(call)
+            tell(waiters)
             self._wake()
 
-    def _deliver(self, job: Job, audio: Tensor, codes: Tensor, landed: float) -> None:
+    def _deliver(self, job: Job, audio: np.ndarray, codes: np.ndarray, landed: float) -> Waiter | None:
+        """The next audio of a request; returns who has to be told of it."""
         delivered, first_frame = job.delivered, job.delivered.frames
         delivered.codes.append(codes)
+        delivered.frames += len(codes)
         delivered.chunks += 1
         if delivered.landed is None:
             delivered.landed = landed
         if self._stream:
-            self._put(job, audio, first_frame, len(codes))
-        else:
-            delivered.audio.append(audio)
+            return self._put(job, audio, first_frame, len(codes))
+        delivered.audio.append(audio)
+        return None
 
-    def _put(self, job: Job, audio: Tensor, first_frame: int, frames: int) -> None:
+    def _put(self, job: Job, audio: np.ndarray, first_frame: int, frames: int) -> Waiter | None:
         delivered, channel, now = job.delivered, job.channel, time.perf_counter()
+        gap = None
         if delivered.first is None:
             delivered.first = delivered.horizon = now
             self._stats.add("first_audio_seconds", now - channel.submitted)
             self._stats.first_audio(job.first_audio_stages())
         else:
-            self._stats.add("chunk_gap_seconds", now - delivered.latest)
+            gap = now - delivered.latest
             # Who has audio left unread is not kept waiting.
             if now > delivered.horizon:
                 late = not channel.chunks
@@ -112,11 +119,8 @@ class Output:
                 delivered.horizon = now
         delivered.latest = now
         delivered.horizon += frames / self._config.frame_rate
-        self._stats.add("chunk_frames", frames)
-        for name, value in (("frames", frames), ("samples", audio.shape[1]), ("chunks", 1)):
-            self._stats.count(f"{name}_delivered", value)
-        channel.put(AudioChunk(audio.numpy(), first_frame, frames, now - channel.submitted))
-        self._stats.count("stage_seconds", time.perf_counter() - now, "delivery")
+        self._stats.delivered(frames, audio.shape[1], gap)
+        return channel.put(AudioChunk(audio, first_frame, frames, now - channel.submitted))
 
     def _finish(self, job: Job) -> None:
         delivered, channel = job.delivered, job.channel
@@ -124,10 +128,12 @@ class Output:
             job.reason, job.error = "error", job.failure
         if delivered.audio and not channel.aborted:
             try:
-                self._put(job, torch.cat(delivered.audio, 1), 0, delivered.frames)
+                tell([self._put(job, np.hstack(delivered.audio), 0, delivered.frames)])
             except Exception as error:  # too much for the memory
                 job.reason, job.error = "error", error
-        codes = torch.cat(delivered.codes) if delivered.codes else no_codes(self._config.codebooks)
+        codes = no_codes(self._config.codebooks)
+        if delivered.codes:
+            codes = torch.from_numpy(np.vstack(delivered.codes))
         seconds, latency = len(codes) / self._config.frame_rate, time.perf_counter() - channel.submitted
         result = Result(
             codes=codes,
@@ -146,7 +152,7 @@ class Output:
             self._stats.add("latency_seconds", latency)
             if seconds:
                 self._stats.add("rtf", latency / seconds)
-        channel.finish(result)
+        tell([channel.finish(result)])
         self._ended(job)
         _log.info("%s", json.dumps(self._record(job, result)))
 

@@ -90,6 +90,15 @@ class Stats:
         with self._lock:
             self._distributions[name].add(value)
 
+    def delivered(self, frames: int, samples: int, gap: float | None) -> None:
+        """Count a piece of audio. gap: seconds since the one before it, if there was one."""
+        with self._lock:
+            for name, value in (("frames", frames), ("samples", samples), ("chunks", 1)):
+                self._counters[f"{name}_delivered", None] += value
+            self._distributions["chunk_frames"].add(frames)
+            if gap is not None:
+                self._distributions["chunk_gap_seconds"].add(gap)
+
     def first_audio(self, stages: Mapping[str, float]) -> None:
         """Seconds of the stages up to a request's first audio."""
         with self._lock:
