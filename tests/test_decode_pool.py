@@ -124,7 +124,8 @@ def test_reset_does_not_wait(config):
     pool = make_pool(config, "cuda", rows=64)
     pool.abort(acquire(pool))
     # Pinned memory that the host allocator has to get first may wait.
-    pinned = [torch.zeros(len(pool._values), dtype=torch.int32).pin_memory() for _ in range(400)]
+    size = 9 * len(pool._places[0])
+    pinned = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(400)]
     del pinned
     torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)

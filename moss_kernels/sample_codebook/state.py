@@ -7,6 +7,7 @@ import torch
 from .params import SamplingParams
 
 _INT32_MAX = 2**31 - 1
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclasses.dataclass
@@ -107,4 +108,4 @@ def _clamp_top_k(top_k: int) -> int:
 
 def _round_top_p(top_p: float) -> float:
     # Rounded to float32 a tiny positive top_p would become 0, which means off.
-    return max(top_p, torch.finfo(torch.float32).tiny)
+    return max(top_p, _TINY)

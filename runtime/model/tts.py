@@ -277,6 +277,11 @@ class MossTTS(nn.Module):
         context = config.backbone.max_position_embeddings
         if not 1 <= len(prompt) <= context:
             raise PromptError(f"{name}: must have 1..{context} rows (the model's context), got {len(prompt)}")
+        # Nearly all prompts are right, and their extremes say so where the pad code comes right behind the codes.
+        least, most = (extremes.tolist() for extremes in prompt.aminmax(dim=0))
+        behind = config.audio_vocab_size + (config.audio_pad_token_id == config.audio_vocab_size)
+        if min(least) >= 0 and most[0] < config.backbone.vocab_size and max(most[1:]) < behind:
+            return
         text_ids, codes = prompt[:, 0], prompt[:, 1:]
         wrong_id = (text_ids < 0) | (text_ids >= config.backbone.vocab_size)
         wrong_code = ((codes < 0) | (codes >= config.audio_vocab_size)) & (codes != config.audio_pad_token_id)

@@ -1,9 +1,12 @@
 """State of the requests being decoded: rows of tensors on the device, and who holds which row on the host."""
 
 import enum
+import math
+import struct
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,20 +16,23 @@ from moss_kernels.sample_codebook.params import MAX_SEED
 from moss_kernels.sample_codebook.state import row_values
 from moss_runtime.model.config import ModelConfig
 from moss_runtime.state.free_list import Event, FreeList
+from moss_runtime.state.pinned import pinned
 
-# 32-bit values of a row, which one copy resets.
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "text_temperature",
-    "text_top_k",
-    "text_top_p",
-    "frame",
-)
-_PROGRESS = ("positions", "frames", "max_frames_row", "status")
-_INTEGERS = {"top_k", "text_top_k", "frame", *_PROGRESS}
+# What a request begins with, by `struct` format; the rest of its row begins with zeros.
+_START = {
+    "temperature": "f",
+    "top_k": "i",
+    "top_p": "f",
+    "repetition_penalty": "f",
+    "text_temperature": "f",
+    "text_top_k": "i",
+    "text_top_p": "f",
+    "seed": "q",
+    "positions": "i",
+    "max_frames_row": "i",
+}
+_DTYPES = {"f": torch.float32, "i": torch.int32, "q": torch.int64}
+_PACK = struct.Struct(f"={''.join(_START.values())}")
 # Kernels may ask for pointers that are aligned to 16 bytes.
 _ALIGNMENT = 16
 
@@ -99,20 +105,21 @@ class DecodePool:
                 raise ValueError(f"DecodePool: `{name}` must be at least 1, got {size}")
         self.null_row, self.max_frames = rows, max_frames
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        columns = -(-(rows + 1) // _ALIGNMENT) * _ALIGNMENT
-        self._values = zeros(len(_SAMPLING) + len(_PROGRESS), columns)
-        self._flags = zeros(2, columns, dtype=torch.bool)
-        seed = zeros(rows + 1, dtype=torch.int64)
-        seen = zeros(rows + 1, config.n_vq, -(-config.audio_vocab_size // 32))
-        self.sampling, progress = _named(self._values[:, : rows + 1], seed, seen)
-        self.positions, self.frames, self.max_frames_row, self.status = progress
-        self.stopped, self.finished = self._flags[:, : rows + 1]
+        layout = {name: ((), _DTYPES[kind]) for name, kind in _START.items()}
+        layout |= {name: ((), torch.int32) for name in ("frame", "frames", "status")}
+        layout |= {name: ((), torch.bool) for name in ("stopped", "finished")}
+        layout["codes"] = (config.n_vq,), torch.int64
+        layout["seen"] = (config.n_vq, -(-config.audio_vocab_size // 32)), torch.int32
+        self._memory, tensors, self._places = _together(layout, rows + 1, device)
+        self.sampling = SamplingState(**{field.name: tensors[field.name] for field in fields(SamplingState)})
+        self.codes, self.positions, self.frames = tensors["codes"], tensors["positions"], tensors["frames"]
+        self.max_frames_row, self.status = tensors["max_frames_row"], tensors["status"]
+        self.stopped, self.finished = tensors["stopped"], tensors["finished"]
         self.finished[rows] = True
         self.staging = zeros(rows + 1, config.backbone.hidden_size, dtype=dtype)
-        self.codes = zeros(rows + 1, config.n_vq, dtype=torch.int64)
         self.history = zeros(rows + 1, max_frames, config.n_vq, dtype=torch.int16)
         self._free = FreeList(rows)
         self._generation = [0] * rows
@@ -126,8 +133,7 @@ class DecodePool:
     @property
     def size_in_bytes(self) -> int:
         """Device memory of all tensors."""
-        own = (self._values, self._flags, self.staging, self.codes, self.history)
-        return sum(tensor.nbytes for tensor in (*own, self.sampling.seed, self.sampling.seen))
+        return sum(tensor.nbytes for tensor in (self._memory, self.staging, self.history))
 
     @property
     def free(self) -> int:
@@ -275,27 +281,41 @@ class DecodePool:
 
     def _reset(self, row: int, params: SamplingParams, seed: int, max_frames: int, position: int) -> None:
         """Start values of a row; nothing here waits for the device."""
-        values = {"frame": 0, "positions": position, "frames": 0, "max_frames_row": max_frames, "status": 0}
-        values |= row_values(params)
-        names = (*_SAMPLING, *_PROGRESS)
-        floats = torch.tensor([values[name] for name in names if name not in _INTEGERS], dtype=torch.float32)
-        words = iter(floats.view(torch.int32).tolist())
-        # The host allocator reuses pinned memory only when the copies from it are over.
-        fresh = torch.tensor(
-            [values[name] if name in _INTEGERS else next(words) for name in names],
-            dtype=torch.int32,
-            pin_memory=self._values.is_cuda,
-        )
-        self._values[:, row].copy_(fresh, non_blocking=True)
-        self.sampling.seed[row].fill_(seed)
-        for state in (self.sampling.seen[row], self.codes[row], self._flags[:, row]):
-            state.zero_()
+        values = {**row_values(params), "seed": seed, "positions": position, "max_frames_row": max_frames}
+        first, stride = self._places
+        size = len(first)
+        # Where the row's bytes lie, and the bytes.
+        message = np.zeros(9 * size, dtype=np.uint8)
+        message[: 8 * size].view(np.int64)[:] = first + row * stride
+        _PACK.pack_into(message, 8 * size, *(values[name] for name in _START))
+        device = self._memory.device
+        places, fresh = pinned(message, torch.uint8, device).to(device, non_blocking=True).split([8 * size, size])
+        self._memory.index_copy_(0, places.view(torch.int64), fresh)
 
 
-def _named(values: Tensor, seed: Tensor, seen: Tensor) -> tuple[SamplingState, list[Tensor]]:
-    """The rows of a table of 32-bit values [K, S+1] by name: the sampling state, and what `_PROGRESS` names."""
-    rows = dict(zip((*_SAMPLING, *_PROGRESS), values, strict=True))
-    for name in rows.keys() - _INTEGERS:
-        rows[name] = rows[name].view(torch.float32)
-    progress = [rows.pop(name) for name in _PROGRESS]
-    return SamplingState(**rows, seed=seed, seen=seen), progress
+def _together(
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]], rows: int, device: torch.device | str
+) -> tuple[Tensor, dict[str, Tensor], tuple[np.ndarray, np.ndarray]]:
+    """Tensors in one piece of memory, so that one copy can write a row of all of them.
+
+    Args:
+        layout: shape of a row of each tensor, and its dtype.
+        rows: of each tensor.
+        device: of the memory.
+
+    Returns:
+        The memory [.] uint8, zeros; the tensors [rows, ...]; and the places of a row's bytes in it: of row 0 [n] int64,
+        and how far those of the next row are [n] int64.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
+    starts, end = {}, 0
+    for name, size in sizes.items():
+        starts[name] = end
+        end += -(-size * rows // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.zeros(end, dtype=torch.uint8, device=device)
+    tensors = {
+        name: memory[starts[name] : starts[name] + sizes[name] * rows].view(dtype).view(rows, *shape)
+        for name, (shape, dtype) in layout.items()
+    }
+    first = np.concatenate([starts[name] + np.arange(size) for name, size in sizes.items()])
+    return memory, tensors, (first, np.repeat(list(sizes.values()), list(sizes.values())))
