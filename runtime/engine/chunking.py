@@ -60,7 +60,7 @@ class Chunking:
 
     def __init__(self, config: EngineConfig, frame_rate: float):
         """Args: frame_rate: frames of a second of audio."""
-        self._config, self._frame_rate = config, frame_rate
+        self._config, self._frame_rate, self._lengths = config, frame_rate, config.chunk_lengths
         self._crowd = 0.0  # part of a crowd that is there, at most 1
 
     def update(self, streams: Collection[Stream], now: float, *, pressed: bool = False) -> None:
@@ -83,19 +83,24 @@ class Chunking:
             idle: no call is under way; otherwise only first chunks are served.
             pressed: nobody waits.
         """
-        ended = [stream for stream in streams if stream.whole and stream.ripe_since is not None]
+        ripe = [stream for stream in streams if stream.ripe_since is not None]
+        if not ripe:
+            return []
+        ended = [stream for stream in ripe if stream.whole]
         whole = min(ended, key=lambda stream: stream.ripe_since, default=None) if idle else None
         if whole is None or not self._is_late(whole, now):
-            chosen = self._chunks(streams, now, idle=idle, pressed=pressed)
+            ripe = [stream for stream in ripe if not stream.whole] if ended else ripe
+            chosen = self._chunks(ripe, streams, now, idle=idle, pressed=pressed)
             if chosen or whole is None:
                 return chosen
         return [(whole, whole.pending)]
 
     def _chunks(
-        self, streams: Collection[Stream], now: float, *, idle: bool, pressed: bool
+        self, ripe: list[Stream], streams: Collection[Stream], now: float, *, idle: bool, pressed: bool
     ) -> list[tuple[Stream, int]]:
-        """The next call for streams with codec slots."""
-        ripe = [stream for stream in streams if stream.ripe_since is not None and not stream.whole]
+        """The next call for streams with codec slots, of which these are ripe."""
+        if not idle:
+            ripe = [stream for stream in ripe if self._is_first(stream) or self._is_late(stream, now)]
         due = [stream for stream in ripe if pressed or self.deadline(stream) <= now]
         first = [stream for stream in due if self._is_first(stream)]
         # Requests of a single chunk may come for ever.
@@ -112,7 +117,7 @@ class Chunking:
         others.sort(key=lambda stream: (not stream.final, -self._frames(stream)))
         waiting = [(stream, self._frames(stream)) for stream in due + others]
         last = max((frames for stream, frames in waiting[: len(due)] if stream.final), default=1)
-        lengths = [length for length in self._config.chunk_lengths if length >= last]
+        lengths = [length for length in self._lengths if length >= last]
         calls = [call for length in lengths for call in self._calls(waiting, len(due), length)]
         return max(calls, key=lambda call: call[0])[1]
 
@@ -120,13 +125,17 @@ class Chunking:
         self, waiting: list[tuple[Stream, int]], due: int, length: int
     ) -> Iterator[tuple[float, list[tuple[Stream, int]]]]:
         """Calls of a length for the first of those who wait, who are due, and more of them: worth and parts of each."""
-        fill = [index < due or stream.final or 2 * frames >= length for index, (stream, frames) in enumerate(waiting)]
-        parts = [(stream, min(frames, length)) for stream, frames in itertools.compress(waiting, fill)]
-        parts = parts[: self._config.batch]
+        parts = [
+            (stream, min(frames, length))
+            for index, (stream, frames) in enumerate(waiting)
+            if index < due or 2 * frames >= length or stream.final
+        ][: self._config.batch]
+        sums = list(itertools.accumulate(count for _, count in parts))
         for batch in CODEC_BATCHES:
+            rows = min(batch, len(parts))
             if batch >= min(due, len(parts)):
                 cost = _CALL + _ROW * batch + _FRAME * length + batch * length
-                yield sum(count for _, count in parts[:batch]) / cost, parts[:batch]
+                yield sums[rows - 1] / cost, parts[:rows]
             if batch >= len(parts):
                 return
 

@@ -41,6 +41,10 @@ class Launcher:
         Returns:
             Why rows were left out, if any were for want of pages.
         """
+        with torch.cuda.stream(self._stream):
+            return self._step(requests)
+
+    def _step(self, requests: Collection[Request]) -> OutOfPages | None:
         batch, shortage = self._batch(requests)
         waiting = [request for request in requests if request.pieces]
         # Whoever has only now been prefilled gets the first frame before others are.
@@ -56,23 +60,23 @@ class Launcher:
     def _batch(self, requests: Collection[Request]) -> tuple[list[Request], OutOfPages | None]:
         """Requests that are prefilled and have frames to make, with pages for them; and why some were left out."""
         batch, shortage = [], None
-        with torch.cuda.stream(self._stream):
-            for request in requests:
-                if request.pieces or request.ended or request.paused or request.launched >= request.max_frames:
-                    continue
-                tokens = request.tokens + min(request.launched + self._frames_per_launch, request.max_frames)
+        for request in requests:
+            left = request.max_frames - request.launched
+            if left <= 0 or request.paused or request.ended or request.pieces:
+                continue
+            tokens = request.tokens + request.launched + min(self._frames_per_launch, left)
+            if tokens > request.covered:
                 try:
-                    if tokens > request.covered:
-                        request.covered = self._kv.reserve(request.lease.row, tokens)
+                    request.covered = self._kv.reserve(request.lease.row, tokens)
                 except OutOfPages as error:
                     shortage = error
-                else:
-                    batch.append(request)
+                    continue
+            batch.append(request)
         return batch, shortage
 
     def _pass(self, waiting: list[Request]) -> None:
         requests, pieces = self._next_pass(waiting)
-        with annotate(Range.PREFILL), self._aborting(requests), torch.cuda.stream(self._stream):
+        with annotate(Range.PREFILL), self._aborting(requests):
             self._prefill.run(pieces)
         for request in requests:
             request.pieces.popleft()
@@ -80,7 +84,7 @@ class Launcher:
     def _launch(self, batch: list[Request], waiting: list[Request]) -> None:
         requests, pieces = self._next_pass(waiting)
         rows = [request.lease.row for request in batch]
-        with annotate(Range.FRAME), self._aborting(batch + requests), torch.cuda.stream(self._stream):
+        with annotate(Range.FRAME), self._aborting(batch + requests):
             report = self._mixed.launch(rows, pieces) if pieces else self._frame.launch(rows, self._frames_per_launch)
             self._flights.add(batch, report)
         for request in requests:

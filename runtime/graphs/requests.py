@@ -60,7 +60,7 @@ class Request:
     max_frames: int
     seed: int
     pieces: deque[Piece]
-    covered: int = 0
+    covered: int
     launched: int = 0
     known: int = 0
     paused: bool = False

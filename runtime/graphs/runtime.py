@@ -178,12 +178,12 @@ class Runtime:
         with annotate(Range.ADMIT), torch.cuda.stream(self.frame.graphs.stream):
             lease = self.pool.acquire(request_id, params, seed=params.seed, max_frames=limit, position=tokens)
             try:
-                self.kv.reserve(lease.row, tokens + min(self._frames_per_launch, limit))
+                covered = self.kv.reserve(lease.row, tokens + min(self._frames_per_launch, limit))
             except BaseException:
                 self.pool.abort(lease)
                 raise
         pieces = deque(cut(lease.row, prompt, self.prefill.piece))
-        self._requests[request_id] = Request(lease, tokens, limit, params.seed, pieces)
+        self._requests[request_id] = Request(lease, tokens, limit, params.seed, pieces, covered)
         return lease
 
     def seed(self, lease: RowLease) -> int:
