@@ -144,7 +144,7 @@ class Chunking:
         # No chunk is larger; asked several times for each stream and step, so the common answer comes first.
         if stream.room >= self._config.largest_chunk:
             return False
-        return stream.room < min(stream.pending, self._size(stream))
+        return stream.room < min(stream.pending, self._ramp(stream.chunks))
 
     def deadline(self, stream: Stream) -> float:
         """When the ripe chunk of a stream is to be enqueued at the latest."""
@@ -170,32 +170,34 @@ class Chunking:
         return self._config.stream and stream.chunks == 0
 
     def _ramp(self, chunks: int) -> int:
-        """Size of the chunk after so many."""
-        ramp = self._config.chunk_ramp
-        return ramp[min(chunks + int(self._crowd), len(ramp) - 1)]
-
-    def _size(self, stream: Stream) -> int:
-        """Frames that make its next chunk ready."""
-        return self._ramp(stream.chunks)
+        """Frames that make the chunk after so many ready."""
+        ramp, number = self._config.chunk_ramp, chunks + (self._crowd >= 1)
+        return ramp[number] if number < len(ramp) else ramp[-1]
 
     def _is_late(self, stream: Stream, now: float) -> bool:
         return now > stream.ripe_since + _PATIENCE_S
 
     def _is_ripe(self, stream: Stream, pressed: bool) -> bool:
-        if stream.whole:
-            return stream.final and stream.pending > 0
-        if not stream.pending or self.is_stalled(stream):
+        pending = stream.known - stream.taken
+        if not pending:
             return False
-        return stream.final or pressed or stream.pending >= self._size(stream)
+        if stream.whole:
+            return stream.final
+        if self.is_stalled(stream):
+            return False
+        return stream.final or pressed or pending >= self._ramp(stream.chunks)
 
     def _frames(self, stream: Stream) -> int:
         return min(stream.pending, self._config.largest_chunk, stream.room)
 
     def _most_are_full(self, streams: Collection[Stream]) -> bool:
         """Waiting would gain little: at least half of the streams that make frames fill the largest chunk."""
-        running = [stream for stream in streams if not (stream.final or stream.whole or self.is_stalled(stream))]
-        full = sum(self._frames(stream) == self._config.largest_chunk for stream in running)
-        return full > 0 and 2 * full >= len(running)
+        running = full = 0
+        for stream in streams:
+            if not (stream.final or stream.whole or self.is_stalled(stream)):
+                running += 1
+                full += self._frames(stream) == self._config.largest_chunk
+        return full > 0 and 2 * full >= running
 
     def _may_join(self, stream: Stream) -> bool:
         return stream.pending > 0 and not (stream.whole or self._is_first(stream) or self.is_stalled(stream))

@@ -181,9 +181,10 @@ class Scheduler:
     def _hold_back(self) -> None:
         """Pause rows whose frames would wait too long for the codec; all of them, if too many wait in all."""
         config, unlearnt = self._config, self._config.unlearnt_frames
-        running = [job for job in self.live.values() if job.reason is None]
-        pending = 0
+        pending, running = 0, []
         for job in self.live.values():
+            if job.reason is None:
+                running.append(job)
             if not self._make_room(job) and not job.stream.whole:
                 pending += job.stream.pending
         pressed = pending + (1 + unlearnt) * len(running) > config.max_pending_total
@@ -191,7 +192,8 @@ class Scheduler:
             self._stats.count("admission_waits")
         self._pressed = pressed
         for job in running:
-            full = not job.stream.whole and job.stream.pending + unlearnt > config.max_pending_frames
+            stream = job.stream
+            full = stream.known - stream.taken + unlearnt > config.max_pending_frames and not stream.whole
             if (full or pressed) != job.paused:
                 job.paused = not job.paused
                 self._runtime.pause(job.row, job.paused)
@@ -229,7 +231,8 @@ class Scheduler:
             return True
         # Who was aborted may still be told of.
         deltas = [delta for delta in deltas if delta.request_id in self.live]
-        self._stage.receive(deltas)
+        if deltas:
+            self._stage.receive(deltas)
         for delta in deltas:
             job = self.live[delta.request_id]
             if delta.frames and not job.stream.known:
