@@ -50,7 +50,7 @@ def assert_empty(engine):
     pool, kv, slots = engine.runtime.pool, engine.runtime.kv, engine.stage.chunk.slots
     assert (pool.in_use, pool.free, kv.free_pages) == (0, engine.config.rows, kv.pages)
     assert slots.free == slots.null_slot
-    assert engine._scheduler.empty and engine._scheduler._pages == 0
+    assert engine._scheduler.empty
     transport = engine.stage.transport
     assert not (transport._first if isinstance(transport, InProcess) else transport._sent)
     deadline = time.monotonic() + 5

@@ -232,6 +232,17 @@ def test_full(model, prompts, requests):
         runtime.add("c", prompts[1], requests[1])
 
 
+def test_a_whole_request_has_its_pages_from_the_start(model, prompts, requests, monkeypatch):
+    runtime = make(model, rows=2, pages=6)
+    lease = runtime.add("a", prompts[2], requests[2], max_frames=10, whole=True)  # 22 tokens and 10 frames
+    assert runtime.kv.free_pages == 2
+    monkeypatch.setattr(runtime.kv, "reserve", lambda row, tokens: 1 / 0)
+    while runtime.busy:
+        runtime.step()
+    runtime.release(lease)
+    assert runtime.kv.free_pages == 6
+
+
 def test_a_row_without_pages_waits_and_a_lone_one_is_an_error(model, prompts, requests, expected):
     """The first row wants its fifth page when none is left; it goes on once the other, which has seven, is released."""
     wanted = [2, 8]

@@ -29,7 +29,6 @@ class Job:
         row: its row of the decode pool.
         slot: its codec slot.
         found_no_slot: it was its turn when all codec slots were taken.
-        pages: KV pages promised to it.
         seed: in force.
         reason: finish reason, once the last frame is known.
         error: of the reason "error".
@@ -48,7 +47,6 @@ class Job:
     row: RowLease | None = None
     slot: Lease | None = None
     found_no_slot: bool = False
-    pages: int = 0
     seed: int | None = None
     reason: str | None = None
     error: Exception | None = None

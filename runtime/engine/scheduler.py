@@ -40,7 +40,6 @@ class Scheduler:
         self._chunking = Chunking(config, stage.codec.config.frame_rate)
         self.waiting: list[Job] = []
         self.live: dict[int, Job] = {}
-        self._pages = 0
         self._admissible_since: float | None = None
         self._pressed = False
         stats.watch(
@@ -111,12 +110,11 @@ class Scheduler:
             self._leave(job, reason, error)
 
     def _leave(self, job: Job, reason: str, error: Exception | None) -> None:
-        """After the row: codec slot, frames on their way, pages promised."""
+        """After the row: codec slot, and frames on their way."""
         if job.slot is not None:
             self._stage.release(job.slot)
         self._stage.transport.forget(job.id)
-        self._pages -= job.pages
-        job.row, job.slot, job.pages = None, None, 0
+        job.row, job.slot = None, None
         if self.live.pop(job.id, None) is None:
             self.waiting.remove(job)
         job.reason, job.error = reason, error
@@ -146,11 +144,11 @@ class Scheduler:
         config, kv = self._config, self._runtime.kv
         limit = min(config.max_frames, job.request.max_frames or config.max_frames)
         pages = kv.pages_for(min(len(job.prompt) - 1 + limit, kv.max_tokens))
-        # Pages for all frames are promised from the start, so no request ever has to wait half-way.
+        # A request gets pages for all frames from the start, so none ever has to wait half-way.
         if pages > kv.pages:
             self._end(job, "error", PromptError(f"prompt: needs {pages} KV pages, there are {kv.pages}"))
             return True
-        if self._pages + pages > kv.pages:
+        if pages > kv.free_pages:
             return False
         if not self._stage.chunk.slots.free:
             if not job.found_no_slot:
@@ -163,7 +161,7 @@ class Scheduler:
                 return True
             job.stream.whole = True
         try:
-            job.row = self._runtime.add(job.id, job.prompt, job.request.params, max_frames=limit)
+            job.row = self._runtime.add(job.id, job.prompt, job.request.params, max_frames=limit, whole=True)
         except (PoolFull, OutOfPages):
             return False
         except Exception as error:
@@ -171,9 +169,8 @@ class Scheduler:
             return True
         if not job.stream.whole:
             job.slot = self._stage.lease()
-        job.pages, job.seed, job.admitted = pages, self._runtime.seed(job.row), time.perf_counter()
+        job.seed, job.admitted = self._runtime.seed(job.row), time.perf_counter()
         job.prompt = None
-        self._pages += pages
         self.waiting.remove(job)
         self.live[job.id] = job
         return True

@@ -153,7 +153,13 @@ class Runtime:
             torch.cuda.synchronize(self.model.device)
 
     def add(
-        self, request_id: Hashable, prompt: Tensor, params: SamplingParams, *, max_frames: int | None = None
+        self,
+        request_id: Hashable,
+        prompt: Tensor,
+        params: SamplingParams,
+        *,
+        max_frames: int | None = None,
+        whole: bool = False,
     ) -> RowLease:
         """Admit a request; its prefill begins with the next step.
 
@@ -162,6 +168,7 @@ class Runtime:
             prompt: [T, 1+n_vq] i64 on the CPU, as `PromptBuilder` makes it.
             params: sampling parameters; without a seed one is drawn, see `seed`.
             max_frames: limit; None: the pool's. The pool, `max_tokens` and the end of the context limit too.
+            whole: it gets the KV pages of all its frames now, not as it grows.
 
         Raises:
             PoolFull: no row is free now.
@@ -178,7 +185,8 @@ class Runtime:
         with annotate(Range.ADMIT), torch.cuda.stream(self.frame.graphs.stream):
             lease = self.pool.acquire(request_id, params, seed=params.seed, max_frames=limit, position=tokens)
             try:
-                covered = self.kv.reserve(lease.row, tokens + min(self._frames_per_launch, limit))
+                frames = limit if whole else min(self._frames_per_launch, limit)
+                covered = self.kv.reserve(lease.row, tokens + frames)
             except BaseException:
                 self.pool.abort(lease)
                 raise
