@@ -33,6 +33,7 @@ class Job:
         reason: finish reason, once the last frame is known.
         error: of the reason "error".
         paused: its row is left out of the launches.
+        deadline: when it must have ended; None: never.
         stream: its frames on their way to the codec.
         delivered: its audio on its way to the caller.
         ready, admitted, first_frame, enqueued: when the prompt was there, the row taken, the first frame known, the
@@ -51,6 +52,7 @@ class Job:
     reason: str | None = None
     error: Exception | None = None
     paused: bool = False
+    deadline: float | None = dataclasses.field(init=False)
     stream: Stream = dataclasses.field(default_factory=Stream)
     delivered: "Delivered" = dataclasses.field(default_factory=lambda: Delivered())
     ready: float = 0.0
@@ -58,11 +60,9 @@ class Job:
     first_frame: float = 0.0
     enqueued: float = 0.0
 
-    @property
-    def deadline(self) -> float | None:
-        """When it must have ended."""
+    def __post_init__(self):
         seconds = self.request.deadline_s
-        return None if seconds is None else self.channel.submitted + seconds
+        self.deadline = None if seconds is None else self.channel.submitted + seconds
 
     def first_audio_stages(self) -> dict[str, float]:
         """Seconds of each of FIRST_AUDIO_STAGES; empty without audio."""

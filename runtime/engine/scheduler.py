@@ -82,8 +82,7 @@ class Scheduler:
                 _log.exception("what request %d holds could not be given back", job.id)
 
     def _jobs(self) -> Iterator[Job]:
-        yield from self.waiting
-        yield from self.live.values()
+        return itertools.chain(self.waiting, self.live.values())
 
     def _end_unwanted(self, now: float) -> bool:
         unwanted = [
