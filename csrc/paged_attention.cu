@@ -6,9 +6,10 @@
 
 namespace moss::paged {
 
-__device__ __forceinline__ void copies_begin(uint64_t* barrier) {
-  barrier_init(shared_address(barrier), 1);
-  fence_async();
+__device__ __forceinline__ void copies_begin(uint64_t (&barriers)[2]) {
+  barrier_init(shared_address(&barriers[0]), 1);
+  barrier_init(shared_address(&barriers[1]), 1);
+  fence_async_shared();
 }
 
 __device__ __forceinline__ void copy_start(void* shared, const void* pointer, int bytes, uint64_t* barrier) {

@@ -57,8 +57,9 @@ __device__ __forceinline__ uint64_t policy_evict_last() {
 }
 
 // Orders this thread's ordinary accesses with later accesses of the copy engine or the tensor cores, and the reverse;
-// to all memory, or to global memory alone, which is much faster.
+// to all memory, or to global memory or the block's shared memory alone, which is much faster.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Adds to a counter in global memory; everything that this block's barrier has ordered before is visible to a waiter.

@@ -5,7 +5,7 @@
 // token and splits are merged in one order, whichever block has computed them.
 //
 // Who includes this provides mma, exp2_approx, pack_bf16 and unpack_bf16 as in mma.cuh, and
-//   void copies_begin(uint64_t* barrier)   one lane, before any copy that completes on it
+//   void copies_begin(uint64_t (&barriers)[2])   one lane, before any copy that completes on them
 //   void copy_start(void* shared, const void* p, int bytes, uint64_t* barrier)   one lane, once all have read
 //   void copy_wait(uint64_t* barrier, uint32_t parity)   every lane, for copy number 2n + parity of the barrier
 //   void launch_dependents()   the next kernel may start once all threads of this one have called it or ended
@@ -433,7 +433,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   const int warp = thread / 32, lane = thread % 32;
   const int queries = params.group;
   const int64_t row_head = batch_row * params.kv_heads + head;
-  if (lane == 0) copies_begin(&shared.barriers[warp][0]), copies_begin(&shared.barriers[warp][1]);
+  if (lane == 0) copies_begin(shared.barriers[warp]);
   __syncwarp();
   // The kernel ahead writes `qkv` alone, if the caller says so: the pages are looked up, and asked for, while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;

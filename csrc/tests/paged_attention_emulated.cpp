@@ -72,7 +72,7 @@ inline uint32_t transpose(uint32_t x) {
 }
 
 // A copy is there at once; the barrier counts copies, so that a wait for another one is an error.
-inline void copies_begin(uint64_t* barrier) { *barrier = 0; }
+inline void copies_begin(uint64_t (&barriers)[2]) { barriers[0] = barriers[1] = 0; }
 inline void copy_start(void* shared, const void* pointer, int bytes, uint64_t* barrier) {
   std::memcpy(shared, pointer, bytes);
   ++*barrier;
