@@ -188,7 +188,7 @@ struct Shared {
   // The queries as each lane multiplies by them: columns 0 .. 3 with the first and third of each four pairs of
   // dimensions, columns 4 .. 7 the same queries with the second and fourth. 0 where the group is smaller.
   uint4 columns[2][32];
-  uint2 new_value[32];  // four dimensions each
+  uint2 new_value[kWarps][32];  // each thread's own: four dimensions
   float new_score[kMaxGroup];
   // Of each warp, for two splits in turn: the values of each query, then the highest score and the total weight.
   float4 part[2][kWarps][kMaxGroup][kHeadDim / 4 + 1];
@@ -321,26 +321,53 @@ __device__ __forceinline__ uint32_t& column_pair(Shared& shared, int query, int 
   return reinterpret_cast<uint32_t*>(&shared.columns[j / 2][4 * group + quarter])[j % 2 * 2 + pair % 4 / 2];
 }
 
-// Puts the new token's rotated queries, its scores and its value into shared memory, and its key and value in its page.
-// Every warp has a query; where the new token is not attended to, its key is not needed.
+// What the new token is normed and rotated with, and the page it belongs in: nothing that the kernel ahead writes.
+struct TokenPlace {
+  HeadPart q_norm, k_norm, angles;
+  int page;
+
+  static __device__ __forceinline__ TokenPlace load(const PagedAttentionParams& params, const Pages& pages,
+                                                    int position, int lane) {
+    const Bf16Bits* angles = static_cast<const Bf16Bits*>(params.cos_sin) + static_cast<int64_t>(position) * kHeadDim;
+    return {HeadPart::load(params.q_norm, lane), HeadPart::load(params.k_norm, lane), HeadPart::load(angles, lane),
+            pages.page(position)};
+  }
+};
+
+// The new token's heads: the query of a warp, the key and the value.
+struct TokenHeads {
+  HeadPart query, key;
+  uint2 value;  // four dimensions
+
+  static __device__ __forceinline__ TokenHeads load(const PagedAttentionParams& params, int64_t batch_row, int head,
+                                                    int query, int lane) {
+    const int kv_heads = params.kv_heads, queries = kv_heads * params.group;
+    const Bf16Bits* token = static_cast<const Bf16Bits*>(params.qkv) + batch_row * (queries + 2 * kv_heads) * kHeadDim;
+    const Bf16Bits* value = token + (queries + kv_heads + head) * kHeadDim;
+    return {HeadPart::load(token + (head * params.group + query) * kHeadDim, lane),
+            HeadPart::load(token + (queries + head) * kHeadDim, lane),
+            __ldcg(reinterpret_cast<const uint2*>(value) + lane)};
+  }
+};
+
+// Puts the new token's rotated queries, its scores and its value into shared memory and, where it is attended to, its
+// key and value in its page. Every warp has a query, and computes the scores whether they are needed or not: behind a
+// branch the key would be asked for only when the query has come.
 __device__ __forceinline__ void enter_token(const PagedAttentionParams& params, Shared& shared, const Pages& pages,
-                                            const HeadPart& query, const HeadPart& key, const uint2& value,
-                                            int position, bool attended, int warp, int lane) {
-  const HeadPart angles =
-      HeadPart::load(static_cast<const Bf16Bits*>(params.cos_sin) + static_cast<int64_t>(position) * kHeadDim, lane);
-  const HeadPart q = norm_and_rotate(query, HeadPart::load(params.q_norm, lane), angles, params.eps);
+                                            const TokenHeads& heads, const TokenPlace& place, int position,
+                                            bool attended, int warp, int lane) {
+  const HeadPart q = norm_and_rotate(heads.query, place.q_norm, place.angles, params.eps);
+  const HeadPart k = norm_and_rotate(heads.key, place.k_norm, place.angles, params.eps);
   const bool exists = warp < params.group;
   column_pair(shared, warp, lane) = exists ? q.low : 0;
   column_pair(shared, warp, 32 + lane) = exists ? q.high : 0;
-  if (!attended) return;
-  const HeadPart k = norm_and_rotate(key, HeadPart::load(params.k_norm, lane), angles, params.eps);
   const float score = q.dot(k) * params.scale;
   if (lane == 0) shared.new_score[warp] = score;
-  if (warp > 0) return;
-  shared.new_value[lane] = value;
-  const int64_t place = pages.place(pages.page(position), position);
-  k.store(static_cast<Bf16Bits*>(params.key_pages) + place, lane);
-  reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.value_pages) + place)[lane] = value;
+  shared.new_value[warp][lane] = heads.value;
+  if (warp > 0 || !attended) return;
+  const int64_t offset = pages.place(place.page, position);
+  k.store(static_cast<Bf16Bits*>(params.key_pages) + offset, lane);
+  reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.value_pages) + offset)[lane] = heads.value;
 }
 
 // What the warps have stored of a split, for one query; the last split has the new token as well.
@@ -352,7 +379,8 @@ __device__ __forceinline__ Merged merge_warps(const Shared& shared, int buffer, 
     merged.add(part[kHeadDim / 4].x, part[kHeadDim / 4].y, part[lane]);
   }
   if (last) {
-    const float2 low = unpack_bf16(shared.new_value[lane].x), high = unpack_bf16(shared.new_value[lane].y);
+    const uint2 value = shared.new_value[query][lane];
+    const float2 low = unpack_bf16(value.x), high = unpack_bf16(value.y);
     merged.add(shared.new_score[query], 1.0f, {low.x, low.y, high.x, high.y});
   }
   return merged;
@@ -435,7 +463,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   const int64_t row_head = batch_row * params.kv_heads + head;
   if (lane == 0) copies_begin(shared.barriers[warp]);
   __syncwarp();
-  // The kernel ahead writes `qkv` alone, if the caller says so: the pages are looked up, and asked for, while it ends.
+  // The kernel ahead writes `qkv` alone, if the caller says so: all else is looked up, and asked for, while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
   if (!early) wait();
   const int64_t row = __ldcg(params.row_map + batch_row);
@@ -448,29 +476,25 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   // A branch on `active` alone would be waited for before the row is asked for.
   walk.set_length(active ? stored : 0);
   const bool works = active && part < walk.splits;
+  if (works && walk.doublings > 0) page_ids = pages.page(walk.token(lane));
+  shared.pages[warp][lane] = page_ids;
+  TokenPlace place = {};
   if (works) {
-    if (walk.doublings > 0) page_ids = pages.page(walk.token(lane));
     const Tile tile = {shared.tiles[warp], shared.barriers[warp]};
     const int start = walk.token(0);
-    const int64_t place = pages.place(__shfl_sync(kAllLanes, page_ids, 0), start);
-    if (start < stored) {
-      tile.copy_keys(pages.keys + place, lane);
-      tile.copy_values(pages.values + place, lane);
-    }
-    shared.pages[warp][lane] = page_ids;
+    const int64_t first = pages.place(__shfl_sync(kAllLanes, page_ids, 0), start);
+    if (start < stored) tile.copy_keys(pages.keys + first, lane);
+    // In between: ahead of the keys, these loads would be waited for together with the page.
+    place = TokenPlace::load(params, pages, stored, lane);
+    if (start < stored) tile.copy_values(pages.values + first, lane);
   }
   if (early) wait();
   uint2* out = reinterpret_cast<uint2*>(static_cast<Bf16Bits*>(params.out) + (row_head * queries + warp) * kHeadDim);
   if (!active && part == 0 && warp < queries) out[lane] = {};
   if (!works) return;
 
-  const Bf16Bits* token = static_cast<const Bf16Bits*>(params.qkv) +
-                          batch_row * params.kv_heads * (queries + 2) * static_cast<int64_t>(kHeadDim);
-  const HeadPart query = HeadPart::load(token + (head * queries + min(warp, queries - 1)) * kHeadDim, lane);
-  const HeadPart key = HeadPart::load(token + (params.kv_heads * queries + head) * kHeadDim, lane);
-  const uint2 value =
-      __ldcg(reinterpret_cast<const uint2*>(token + (params.kv_heads * (queries + 1) + head) * kHeadDim) + lane);
-  enter_token(params, shared, pages, query, key, value, stored, walk.has_last_split(), warp, lane);
+  const TokenHeads heads = TokenHeads::load(params, batch_row, head, min(warp, queries - 1), lane);
+  enter_token(params, shared, pages, heads, place, stored, walk.has_last_split(), warp, lane);
   __syncthreads();
 
   const Partials partials = {params.partials + row_head * kMaxSplits * queries * (kHeadDim + 2), queries};

@@ -324,8 +324,8 @@ typedef struct PagedAttentionParams {
   int32_t pool_rows;    /* S+1 */
   int32_t parts;        /* blocks for each row and key head: 1, 2, 4, 8 or 16, with the same results; 0: by the batch */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads);
-                               MOSS_DEPENDENT_EARLY: it reads pages, `page_table`, `positions`, `row_map` and `active`
-                               before it waits; the kernel ahead writes none of them, and waits for those before it */
+                               MOSS_DEPENDENT_EARLY: it reads all but `qkv` before it waits; the kernel ahead writes
+                               nothing of it, and waits for those before it */
   float eps;                /* of the norms */
   float scale;              /* of the scores, times log2 e */
   const void* qkv;          /* [B, (H*G + 2*H)*D] queries, keys, values; aligned to 16 bytes */

@@ -138,8 +138,8 @@ def paged_attention(
             `kv_append`. The new token is stored, and counts as key number positions[row_map[b]].
         out: [B, Hq*D], the dtype of `qkv`, written; 0 in inactive rows.
         scratch: for at least B rows.
-        settled: whether the kernel ahead in the stream writes none of pages, `page_table`, `positions`, `row_map` and
-            `active`, and waits for all kernels before it. Then CUDA C++ may read them while that kernel still runs.
+        settled: whether the kernel ahead in the stream writes none of the inputs but `qkv`, and waits for all kernels
+            before it. Then CUDA C++ may read them while that kernel still runs.
 
     Raises:
         ValueError: A shape, layout or device is wrong; the message names the argument.
