@@ -132,6 +132,11 @@ struct Pages {
   }
 };
 
+// Word by word, which takes no branch.
+__device__ __forceinline__ uint4 select(bool condition, const uint4& yes, const uint4& no) {
+  return {condition ? yes.x : no.x, condition ? yes.y : no.y, condition ? yes.z : no.z, condition ? yes.w : no.w};
+}
+
 // The tile that a warp waits for or reads. Copied by the copy engine: loads into registers, and asynchronous copies by
 // threads, take up L1 while they are on their way, and a kernel that starts beside another one finds little of it.
 struct alignas(128) WarpTile {
@@ -155,15 +160,22 @@ struct Tile {
     for (int i = 0; i < 8; ++i)
       key[i / 4][i % 4] = shared.keys[group + i / 4 * 8][i % 4 * 4 + quarter];
   }
-  // [4i + 2k + h]: token 2 quarter + k + 8i, dimensions 64h + 8 group .. + 7; 0 from number `tokens` on. A weight of 0 is
-  // not enough: what lies behind the last token may be NaN, or the new token, half stored.
+  // [4i + 2k + h]: token 2 quarter + k + 8i, dimensions 16 group + 8h .. + 7; 0 from number `tokens` on. A weight of 0
+  // is not enough: what lies behind the last token may be NaN, or the new token, half stored. Odd quarters take h = 1
+  // first: two threads of eight meet in a bank then, not four.
   __device__ __forceinline__ void load_values(uint4 (&value)[8], int tokens, int group, int quarter) const {
+    const int odd = quarter % 2;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int token = 2 * quarter + i / 2 % 2 + i / 4 * 8;
-      value[i] = shared.values[token][i % 2 * 8 + group];
-      if (token >= tokens) value[i] = {};
+    for (int i = 0; i < 8; i += 2) {
+      const uint4* token = shared.values[2 * quarter + i / 2 % 2 + i / 4 * 8] + 2 * group;
+      const uint4 first = token[odd], second = token[1 - odd];
+      value[i] = select(odd, second, first);
+      value[i + 1] = select(odd, first, second);
     }
+    if (tokens >= kTile) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (2 * quarter + i / 2 % 2 + i / 4 * 8 >= tokens) value[i] = {};
   }
 };
 
@@ -203,7 +215,7 @@ struct Shared {
 struct Softmax {
   float highest[2] = {kLowest, kLowest};
   float total[2] = {};        // of this thread's tokens alone
-  float value[2][4][4] = {};  // [h][j][2r + i]: dimension 64h + 8 group + 2j + r, query 2 quarter + i; noise beyond 3
+  float value[2][4][4] = {};  // [h][j][2r + i]: dimension 16 group + 8h + 2j + r, query 2 quarter + i; noise beyond 3
 
   // Scores of the thread's token (see own_token). A product takes 8 tokens and 32 dimensions: rows g and g + 8 of A are
   // the same token, row g with the columns of one half of the dimensions, row g + 8 with those of the other.
@@ -273,13 +285,13 @@ struct Softmax {
         total[i] += __shfl_xor_sync(kAllLanes, total[i], distance);
       const int query = 2 * quarter + i;
       if (query >= queries) continue;
-      float4* part = shared.part[buffer][warp][query] + 2 * group;
+      float4* part = shared.part[buffer][warp][query] + 4 * group;
       if (group == 0) part[kHeadDim / 4] = {highest[i], total[i], 0.0f, 0.0f};
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int j = 0; j < 4; j += 2)
-          part[16 * h + j / 2] = {value[h][j][i], value[h][j][2 + i], value[h][j + 1][i], value[h][j + 1][2 + i]};
+          part[2 * h + j / 2] = {value[h][j][i], value[h][j][2 + i], value[h][j + 1][i], value[h][j + 1][2 + i]};
     }
   }
 };
