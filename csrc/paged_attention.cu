@@ -21,6 +21,24 @@ __device__ __forceinline__ void copy_wait(uint64_t* barrier, uint32_t parity) {
   barrier_wait(shared_address(barrier), parity);
 }
 
+// Past L1, where a line may be older than what a kernel of this stream has written.
+template <typename T>
+__device__ __forceinline__ T load_kept(const T* pointer) {
+  static_assert(sizeof(T) == 1 || sizeof(T) == 4);
+  uint32_t bits;
+  if constexpr (sizeof(T) == 1)
+    asm volatile("ld.global.cg.L2::cache_hint.u8 %0, [%1], %2;"
+                 : "=r"(bits)
+                 : "l"(pointer), "l"(policy_evict_last())
+                 : "memory");
+  else
+    asm volatile("ld.global.cg.L2::cache_hint.b32 %0, [%1], %2;"
+                 : "=r"(bits)
+                 : "l"(pointer), "l"(policy_evict_last())
+                 : "memory");
+  return static_cast<T>(bits);
+}
+
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

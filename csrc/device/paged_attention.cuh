@@ -8,6 +8,7 @@
 //   void copies_begin(uint64_t (&barriers)[2])   one lane, before any copy that completes on them
 //   void copy_start(void* shared, const void* p, int bytes, uint64_t* barrier)   one lane, once all have read
 //   void copy_wait(uint64_t* barrier, uint32_t parity)   every lane, for copy number 2n + parity of the barrier
+//   T load_kept(const T* p)   past L1; stays in L2 from layer to layer, though more than fits in there passes
 //   void launch_dependents()   the next kernel may start once all threads of this one have called it or ended
 //   uint32_t transpose(uint32_t x)    of an 8x8 matrix of bf16; thread 4g + t has columns 2t and 2t + 1 of row g
 //   int arrive(int32_t* counter)      adds 1 and returns the value before; releases and acquires, for the whole GPU
@@ -49,6 +50,10 @@ struct HeadPart {
   static __device__ __forceinline__ HeadPart load(const void* head, int lane) {
     const uint32_t* pairs = static_cast<const uint32_t*>(head) + lane;
     return {__ldcg(pairs), __ldcg(pairs + kHalf / 2)};
+  }
+  static __device__ __forceinline__ HeadPart load_kept(const void* head, int lane) {
+    const uint32_t* pairs = static_cast<const uint32_t*>(head) + lane;
+    return {paged::load_kept(pairs), paged::load_kept(pairs + kHalf / 2)};
   }
   __device__ __forceinline__ void store(void* head, int lane) const {
     uint32_t* pairs = static_cast<uint32_t*>(head) + lane;
@@ -125,7 +130,7 @@ struct Pages {
   // Page of a token; anything beyond the table.
   __device__ __forceinline__ int page(int token) const {
     const int index = token >> size_log2;
-    return index < count ? __ldcg(table + index) : 0;
+    return index < count ? load_kept(table + index) : 0;
   }
   __device__ __forceinline__ int64_t place(int page, int token) const {
     return (((static_cast<int64_t>(page) * heads + head) << size_log2) + (token & (size - 1))) * kHeadDim;
@@ -341,8 +346,8 @@ struct TokenPlace {
   static __device__ __forceinline__ TokenPlace load(const PagedAttentionParams& params, const Pages& pages,
                                                     int position, int lane) {
     const Bf16Bits* angles = static_cast<const Bf16Bits*>(params.cos_sin) + static_cast<int64_t>(position) * kHeadDim;
-    return {HeadPart::load(params.q_norm, lane), HeadPart::load(params.k_norm, lane), HeadPart::load(angles, lane),
-            pages.page(position)};
+    return {HeadPart::load_kept(params.q_norm, lane), HeadPart::load_kept(params.k_norm, lane),
+            HeadPart::load_kept(angles, lane), pages.page(position)};
   }
 };
 
@@ -478,13 +483,13 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is looked up, and asked for, while it ends.
   const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
   if (!early) wait();
-  const int64_t row = __ldcg(params.row_map + batch_row);
-  const bool active = __ldcg(params.active + batch_row) != 0;
+  const int64_t row = load_kept(params.row_map + batch_row);
+  const bool active = load_kept(params.active + batch_row) != 0;
   const Pages pages = Pages::of(params, row, head);
   Walk walk = {part, parts_log2, warp};
   // Lane i has the page of step i; the first guess is that of a row with few tokens.
   int page_ids = pages.page(walk.token(lane));
-  const int stored = __ldcg(params.positions + row);
+  const int stored = load_kept(params.positions + row);
   // A branch on `active` alone would be waited for before the row is asked for.
   walk.set_length(active ? stored : 0);
   const bool works = active && part < walk.splits;

@@ -81,6 +81,10 @@ inline void copy_wait(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
   if (*barrier == 0 || (*barrier - 1) % 2 != parity) std::abort();
 }
+template <typename T>
+T load_kept(const T* pointer) {
+  return *pointer;
+}
 inline void launch_dependents() {}
 
 inline int arrive(int32_t* counter) { return std::exchange(*counter, *counter + 1); }
