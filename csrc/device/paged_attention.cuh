@@ -159,11 +159,11 @@ struct Tile {
   __device__ __forceinline__ void copy_values(const Bf16Bits* tile, int lane) const {
     if (lane == 0) copy_start(shared.values, tile, sizeof(shared.values), barriers + 1);
   }
-  // [i][j]: token group + 8i, dimensions 32j + 8 quarter .. + 7
+  // [i][j]: token group + 8i, dimensions 32 (j ^ group % 2) + 8 quarter .. + 7: no two of eight threads meet in a bank.
   __device__ __forceinline__ void load_keys(uint4 (&key)[2][4], int group, int quarter) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      key[i / 4][i % 4] = shared.keys[group + i / 4 * 8][i % 4 * 4 + quarter];
+      key[i / 4][i % 4] = shared.keys[group + i / 4 * 8][(i % 4 ^ group % 2) * 4 + quarter];
   }
   // [4i + 2k + h]: token 2 quarter + k + 8i, dimensions 16 group + 8h .. + 7; 0 from number `tokens` on. A weight of 0
   // is not enough: what lies behind the last token may be NaN, or the new token, half stored. Odd quarters take h = 1
@@ -202,10 +202,8 @@ struct Merged {
 };
 
 struct Shared {
-  // The queries as each lane multiplies by them: columns 0 .. 3 with the first and third of each four pairs of
-  // dimensions, columns 4 .. 7 the same queries with the second and fourth. 0 where the group is smaller.
-  uint4 columns[2][32];
-  uint2 new_value[kWarps][32];  // each thread's own: four dimensions
+  uint4 queries[kMaxGroup][kHeadDim / 8 + 4];  // 0 where the group is smaller; padded against bank conflicts
+  uint2 new_value[kWarps][32];                 // each thread's own: four dimensions
   float new_score[kMaxGroup];
   // Of each warp, for two splits in turn: the values of each query, then the highest score and the total weight.
   float4 part[2][kWarps][kMaxGroup][kHeadDim / 4 + 1];
@@ -222,26 +220,28 @@ struct Softmax {
   float total[2] = {};        // of this thread's tokens alone
   float value[2][4][4] = {};  // [h][j][2r + i]: dimension 16 group + 8h + 2j + r, query 2 quarter + i; noise beyond 3
 
-  // Scores of the thread's token (see own_token). A product takes 8 tokens and 32 dimensions: rows g and g + 8 of A are
-  // the same token, row g with the columns of one half of the dimensions, row g + 8 with those of the other.
+  // Scores of the thread's token (see own_token). A product takes all tokens and 16 of 32 dimensions. Tokens of odd
+  // groups have their blocks of 32 in another order, so the queries are there twice: in columns 0 .. 3 for those of
+  // even groups, in columns 4 .. 7 for the others.
   __device__ __forceinline__ static void multiply(float (&score)[2], const Tile& tile, const Shared& shared, int lane) {
+    const int group = lane / 4, quarter = lane % 4;
     uint4 keys[2][4];
-    tile.load_keys(keys, lane / 4, lane % 4);
-    float part[2][4] = {};
+    tile.load_keys(keys, group, quarter);
+    float even[4] = {}, odd[4] = {};  // sums over even and over odd pairs of dimensions
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      const uint4 query = shared.columns[j / 2][lane];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4& key = keys[i % 2][j + i / 2];
-        mma(part[i % 2], key.x, key.y, key.z, key.w, i < 2 ? query.x : query.z, i < 2 ? query.y : query.w);
-      }
+    for (int j = 0; j < 4; ++j) {
+      const uint4 query = shared.queries[group % kMaxGroup][(j ^ group / kMaxGroup) * 4 + quarter];
+      mma(even, keys[0][j].x, keys[1][j].x, keys[0][j].z, keys[1][j].z, query.x, query.z);
+      mma(odd, keys[0][j].y, keys[1][j].y, keys[0][j].w, keys[1][j].w, query.y, query.w);
     }
-    const bool upper = lane % 4 >= 2;
+    // The thread, or the one two quarters away, has the columns that are right for its group.
+    const bool upper = quarter >= 2, right = upper == (group % 2 != 0);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      score[i] =
-          (upper ? part[1][2 + i] : part[0][i]) + __shfl_xor_sync(kAllLanes, upper ? part[0][2 + i] : part[1][i], 2);
+    for (int i = 0; i < 2; ++i) {
+      const float first = even[i] + odd[i], second = even[2 + i] + odd[2 + i];
+      const float other = __shfl_xor_sync(kAllLanes, upper ? first : second, 2);
+      score[i] = right ? (upper ? second : first) : other;
+    }
   }
   __device__ __forceinline__ static int own_token(int group, int quarter) { return group + quarter / 2 * 8; }
 
@@ -332,12 +332,6 @@ struct Partials {
   }
 };
 
-// Where a query's pair of dimensions lies in `columns`.
-__device__ __forceinline__ uint32_t& column_pair(Shared& shared, int query, int pair) {
-  const int j = pair / 16, quarter = pair / 4 % 4, group = query + pair % 2 * kMaxGroup;
-  return reinterpret_cast<uint32_t*>(&shared.columns[j / 2][4 * group + quarter])[j % 2 * 2 + pair % 4 / 2];
-}
-
 // What the new token is normed and rotated with, and the page it belongs in: nothing that the kernel ahead writes.
 struct TokenPlace {
   HeadPart q_norm, k_norm, angles;
@@ -376,8 +370,7 @@ __device__ __forceinline__ void enter_token(const PagedAttentionParams& params, 
   const HeadPart q = norm_and_rotate(heads.query, place.q_norm, place.angles, params.eps);
   const HeadPart k = norm_and_rotate(heads.key, place.k_norm, place.angles, params.eps);
   const bool exists = warp < params.group;
-  column_pair(shared, warp, lane) = exists ? q.low : 0;
-  column_pair(shared, warp, 32 + lane) = exists ? q.high : 0;
+  HeadPart{exists ? q.low : 0, exists ? q.high : 0}.store(shared.queries[warp], lane);
   const float score = q.dot(k) * params.scale;
   if (lane == 0) shared.new_score[warp] = score;
   shared.new_value[warp][lane] = heads.value;
