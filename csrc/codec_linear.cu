@@ -352,12 +352,13 @@ MossStatus check_tile(const CodecLinearParams& params) {
   MossStatus status = check_range(kOp, "slices", params.slices, 1, 8);
   if (status != MOSS_OK) return status;
   const int slice = kClusterStep * params.slices;
-  if (params.norm_weight || params.x_dtype != MOSS_BFLOAT16 || params.outputs % 4 != 0 || params.inputs % slice != 0)
+  if (params.norm_weight || params.x_dtype != MOSS_BFLOAT16 || params.outputs % 8 != 0 || params.inputs % slice != 0)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT,
-                     "`%s`: with a tile there must be no norm, `x_dtype` bfloat16, `outputs` a multiple of 4 and "
+                     "`%s`: with a tile there must be no norm, `x_dtype` bfloat16, `outputs` a multiple of 8 and "
                      "`inputs` of %d, got %d and %d",
                      kOp, slice, params.outputs, params.inputs);
-  return check_pointer(kOp, "out", params.out, 16);
+  status = check_pointer(kOp, "scale", params.scale, 16, true);
+  return status == MOSS_OK ? check_pointer(kOp, "out", params.out, 16) : status;
 }
 
 MossStatus check(const CodecLinearParams& params) {

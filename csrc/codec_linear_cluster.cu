@@ -1,8 +1,11 @@
 // moss_codec_linear for a few dozen rows up to 1,500, without a norm. Where tiles of the output would be too few
 // to keep the multiprocessors busy, the blocks of a cluster take a slice of the inputs each, and each finishes some
 // rows of the tile with the partial sums of all. The weights are on their way before the kernel waits for the one ahead
-// of it; with small tiles two blocks fit on a multiprocessor, so that those of the next kernel can start.
+// of it; with small tiles two blocks fit on a multiprocessor, so that those of the next kernel can start. What follows
+// the products runs once, from a cold instruction cache, and is kept short.
 #include <cuda.h>
+
+#include <type_traits>
 
 #include "codec_linear.h"
 #include "device/bulk_copy.cuh"
@@ -10,6 +13,7 @@
 #include "device/gelu.cuh"
 #include "device/mma.cuh"
 #include "device/tensor_load.cuh"
+#include "device/tile_finish.cuh"
 #include "device/wgmma.cuh"
 #include "device/wgmma_swizzled.cuh"
 #include "launch.h"
@@ -38,22 +42,62 @@ struct Shape {
   static constexpr int kPitch = COLUMNS + (COLUMNS % 16 == 8 ? 0 : 8);  // of sums: a warp's rows in different banks
   static constexpr int kRowBytes = kRows * kLine, kStage = kRowBytes + COLUMNS * kLine;
   static constexpr int kResident = kStage > (24 << 10) ? 1 : 2;  // blocks that fit on a multiprocessor
-  static constexpr int kStages = ((kResident == 1 ? 224 : 104) << 10) / kStage;
-  static constexpr int kSums = kRows * kPitch * static_cast<int>(sizeof(float));
-  static constexpr int kBytes = kAlignment + (kStages * kStage > kSums ? kStages * kStage : kSums);
+  // Sums of the rows that a block finishes. Those of small tiles are sent to it, behind the stages; of large tiles,
+  // whose sums take longer than the way there and back, it asks for them.
+  static constexpr int kOwnSums = kOwnRows * kPitch * static_cast<int>(sizeof(float)), kSums = SLICES * kOwnSums;
+  static constexpr bool kSent = SLICES > 1 && GROUPS == 1;
+  static constexpr int kReceived = kSent ? kSums : 0;
+  static constexpr int kMostStages = ((kResident == 1 ? 224 : 104) << 10) / kStage;
+  static constexpr int kRoom = ((kResident == 1 ? 225 : 111) << 10) - kReceived;
+  static constexpr int kStages = kMostStages * kStage < kRoom ? kMostStages : kRoom / kStage;
+  static constexpr int kBeforeReceived = kStages * kStage > kSums ? kStages * kStage : kSums;
+  static constexpr int kBytes = kAlignment + kBeforeReceived + kReceived;
+  // Neighbouring outputs that a thread finishes at once. Lanes that ask another block for more would leave gaps.
+  static constexpr int kWidth = SLICES == 1 || kSent ? 8 : 4;
 };
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Four neighbouring values of bf16 or float32.
-__device__ __forceinline__ void store_four(void* values, int64_t place, bool wide, const float4& y) {
-  if (wide)
-    *reinterpret_cast<float4*>(static_cast<float*>(values) + place) = y;
-  else
-    *reinterpret_cast<uint2*>(static_cast<bf16*>(values) + place) = {pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)};
-}
+// Neighbouring values as they are stored. Those that a thread adds at the end stay so until then: nothing waits for
+// them.
+template <typename T, int COUNT>
+struct alignas(16) Stored {
+  static constexpr int kWords = COUNT * static_cast<int>(sizeof(T)) / 4;
+  using Piece = std::conditional_t<kWords == 2, uint2, uint4>;
+  static constexpr int kPieces = kWords * 4 / static_cast<int>(sizeof(Piece));
+  uint32_t words[kWords];
+
+  // Past L1, since a kernel before may have written them.
+  __device__ __forceinline__ void load(const T* source) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      reinterpret_cast<Piece*>(words)[i] = __ldcg(reinterpret_cast<const Piece*>(source) + i);
+  }
+  __device__ __forceinline__ void store(T* place) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) reinterpret_cast<Piece*>(place)[i] = reinterpret_cast<const Piece*>(words)[i];
+  }
+  __device__ __forceinline__ float get(int i) const {
+    if constexpr (sizeof(T) == 4)
+      return __uint_as_float(words[i]);
+    else
+      return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+  }
+  __device__ __forceinline__ void set(const float (&y)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = sizeof(T) == 4 ? __float_as_uint(y[i]) : pack_bf16(y[2 * i % COUNT], y[(2 * i + 1) % COUNT]);
+  }
+};
+
+// An item of what a thread finishes: a place in the block's rows of the tile, and from their first place in `out`;
+// `wanted` unless it is another tile's, or nobody's.
+struct Item {
+  int row, column, out;
+  bool wanted;
+};
 
 // One thread: all loads of a block. What a stage held is free when all consumers' warps have arrived at `empty`.
 template <typename S>
@@ -79,14 +123,14 @@ __device__ __forceinline__ void produce(const Arguments& params, uint32_t stages
   }
 }
 
-template <int COLUMNS, int SLICES, int GROUPS>
+template <int COLUMNS, int SLICES, int GROUPS, typename Out>
 __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shape<COLUMNS, SLICES, GROUPS>::kResident)
     codec_linear_cluster_kernel(const __grid_constant__ Arguments params) {
   using S = Shape<COLUMNS, SLICES, GROUPS>;
-  constexpr int kParts = COLUMNS / 4, kItems = (S::kOwnRows * kParts + S::kConsumers - 1) / S::kConsumers;
+  constexpr int kWidth = S::kWidth, kParts = COLUMNS / kWidth;
+  constexpr int kItems = (S::kOwnRows * kParts + S::kConsumers - 1) / S::kConsumers;
   extern __shared__ uint8_t memory[];
-  __shared__ uint64_t barriers[2][S::kStages];
-  __shared__ float scales[COLUMNS];
+  __shared__ uint64_t barriers[2][S::kStages], sums_barrier;
 
   const int rank = static_cast<int>(cluster_rank()), steps = params.inputs / (SLICES * kStep);
   // A tile at the edge begins earlier, since the copy engine takes longer for what lies beyond a matrix than for the
@@ -96,6 +140,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   const int first_column = max(min(own_column, params.outputs - COLUMNS), 0);
   const uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+  const uint32_t received = shared_address(&sums_barrier);
 
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == S::kConsumers) {
@@ -105,48 +150,42 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, S::kConsumers / 32);
     }
+    if (S::kSent) barrier_init(received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (S::kSent) barrier_expect(received, S::kReceived);
   }
   __syncthreads();
+  if constexpr (S::kSent) cluster_arrive_relaxed();
   if (threadIdx.x >= S::kConsumers) {
     if (threadIdx.x == S::kConsumers)
       produce<S>(params, stages, full, empty, rank * steps * kStep, steps, first_row, first_column);
     __syncwarp();
     cudaGridDependencySynchronize();
-    for (int i = 0; SLICES > 1 && i < 2; ++i) cluster_arrive_relaxed(), cluster_wait();
+    if constexpr (SLICES > 1 && !S::kSent) cluster_arrive_relaxed();
+    if constexpr (SLICES > 1) cluster_wait(), cluster_arrive_relaxed(), cluster_wait();
     return;
   }
 
-  for (int i = threadIdx.x; params.scale && i < COLUMNS && first_column + i < params.outputs; i += S::kConsumers)
-    scales[i] = __bfloat162float(static_cast<const bf16*>(params.scale)[first_column + i]);
-  cudaGridDependencySynchronize();
-  // What this thread finishes: four neighbouring outputs of a row in each item.
-  const auto place_of = [&](int item, int& row, int& column) {
-    const int index = threadIdx.x + item * S::kConsumers;
-    row = index / kParts;
-    column = 4 * (index % kParts);
+  // What this thread finishes.
+  const auto item = [&](int i) {
+    const int index = threadIdx.x + i * S::kConsumers, row = index / kParts, column = kWidth * (index % kParts);
     const int tile_row = rank * S::kOwnRows + row, out_row = first_row + tile_row, out_column = first_column + column;
-    const bool inside = row < S::kOwnRows && tile_row < S::kRows && out_row >= own_row && out_row < params.rows &&
-                        out_column >= own_column && out_column < params.outputs;
-    return inside ? static_cast<int64_t>(out_row) * params.outputs + out_column : int64_t{-1};
+    return Item{row, column, row * params.outputs + column,
+                row < S::kOwnRows && tile_row < S::kRows && out_row >= own_row && out_row < params.rows &&
+                    out_column >= own_column && out_column < params.outputs};
   };
-  const bool wide = params.out_dtype == MOSS_FLOAT32;
-  // As it is stored, so that each item is asked for before the first has come.
-  uint4 residual[kItems] = {};
-  const auto load_residual = [&](auto four) {
-    using Four = decltype(four);
+  Out* const out = static_cast<Out*>(params.out) +
+                   static_cast<int64_t>(first_row + rank * S::kOwnRows) * params.outputs + first_column;
+  Stored<bf16, kWidth> scale[kItems] = {};
+  Stored<Out, kWidth> residual[kItems] = {};
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      int row, column;
-      const int64_t place = place_of(i, row, column);
-      if (params.scale && place >= 0)
-        reinterpret_cast<Four&>(residual[i]) = __ldcg(static_cast<const Four*>(params.out) + place / 4);
-    }
-  };
-  if (wide)
-    load_residual(uint4{});
-  else
-    load_residual(uint2{});
+  for (int i = 0; i < kItems; ++i)
+    if (const Item at = item(i); params.scale && at.wanted)
+      scale[i].load(static_cast<const bf16*>(params.scale) + first_column + at.column);
+  cudaGridDependencySynchronize();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i)
+    if (const Item at = item(i); params.scale && at.wanted) residual[i].load(out + at.out);
 
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
   float product[COLUMNS / 2];
@@ -180,53 +219,71 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
       *reinterpret_cast<float2*>(sums + row * S::kPitch + 2 * (lane % 4) + 8 * i) = {product[4 * i + 2 * h],
                                                                                      product[4 * i + 2 * h + 1]};
   }
-  if constexpr (SLICES > 1)
-    cluster_arrive(), cluster_wait();
-  else
+  if constexpr (S::kSent) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    cluster_wait();  // until the others have begun
     meet();
+    if (threadIdx.x < SLICES)
+      bulk_send(peer_address(stages + S::kBeforeReceived + rank * S::kOwnSums, threadIdx.x),
+                stages + threadIdx.x * S::kOwnSums, S::kOwnSums, peer_address(received, threadIdx.x));
+    __syncwarp();
+    barrier_wait(received, 0);
+    cluster_arrive_relaxed();
+  } else if constexpr (SLICES > 1) {
+    cluster_arrive(), cluster_wait();
+  } else {
+    meet();
+  }
   // All are asked for before the first is added.
-  float4 part[SLICES][kItems] = {};
+  float4 part[kItems][SLICES][kWidth / 4];
 #pragma unroll
-  for (int slice = 0; slice < SLICES; ++slice) {
-    const uint32_t peer = peer_address(stages, slice);
+  for (int i = 0; i < kItems; ++i) {
+    const Item at = item(i);
+    if (!at.wanted) continue;
+    const int place = at.row * S::kPitch + at.column;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      int row, column;
-      if (place_of(i, row, column) < 0) continue;
-      const int place = (rank * S::kOwnRows + row) * S::kPitch + column;
-      part[slice][i] = load_peer(peer + place * static_cast<int>(sizeof(float)));
-    }
+    for (int slice = 0; slice < SLICES; ++slice)
+#pragma unroll
+      for (int k = 0; k < kWidth / 4; ++k)
+        if constexpr (SLICES == 1 || S::kSent)
+          part[i][slice][k] = *reinterpret_cast<const float4*>(
+              sums + (S::kSent ? (S::kBeforeReceived + slice * S::kOwnSums) / 4 : 0) + place + 4 * k);
+        else
+          part[i][slice][k] = load_peer(peer_address(stages, slice) + rank * S::kOwnSums + place * 4);
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    int row, column;
-    const int64_t place = place_of(i, row, column);
-    if (place < 0) continue;
-    float4 y = {};
+    const Item at = item(i);
+    if (!at.wanted) continue;
+    float y[kWidth];
 #pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice) {
-      const float4& x = part[slice][i];
-      y = {y.x + x.x, y.y + x.y, y.z + x.z, y.w + x.w};
+    for (int k = 0; k < kWidth; ++k) {
+      y[k] = reinterpret_cast<const float*>(part[i][0])[k];
+#pragma unroll
+      for (int slice = 1; slice < SLICES; ++slice) y[k] += reinterpret_cast<const float*>(part[i][slice])[k];
     }
-    if (params.gelu) y = {gelu(y.x), gelu(y.y), gelu(y.z), gelu(y.w)};
+    if (params.gelu) {
+#pragma unroll
+      for (float& value : y) value = sizeof(Out) == 2 ? gelu_for_bf16(value) : gelu(value);
+    }
     if (params.scale) {
-      const uint4& words = residual[i];
-      const float2 low = wide ? float2{__uint_as_float(words.x), __uint_as_float(words.y)} : unpack_bf16(words.x);
-      const float2 high = wide ? float2{__uint_as_float(words.z), __uint_as_float(words.w)} : unpack_bf16(words.y);
-      y = {fmaf(scales[column], y.x, low.x), fmaf(scales[column + 1], y.y, low.y),
-           fmaf(scales[column + 2], y.z, high.x), fmaf(scales[column + 3], y.w, high.y)};
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) y[k] = fmaf(scale[i].get(k), y[k], residual[i].get(k));
     }
-    store_four(params.out, place, wide, y);
+    residual[i].set(y);
+    residual[i].store(out + at.out);
   }
-  // No block ends before the others have read its sums.
-  if constexpr (SLICES > 1) cluster_arrive_relaxed(), cluster_wait();
+  // No block ends before the others have its sums.
+  if constexpr (SLICES > 1 && !S::kSent) cluster_arrive_relaxed();
+  if constexpr (SLICES > 1) cluster_wait();
 }
 
 template <int COLUMNS, int SLICES, int GROUPS>
 MossStatus launch(const CodecLinearParams& params) {
   using S = Shape<COLUMNS, SLICES, GROUPS>;
-  auto* kernel = codec_linear_cluster_kernel<COLUMNS, SLICES, GROUPS>;
+  auto* kernel = params.out_dtype == MOSS_FLOAT32 ? codec_linear_cluster_kernel<COLUMNS, SLICES, GROUPS, float>
+                                                  : codec_linear_cluster_kernel<COLUMNS, SLICES, GROUPS, bf16>;
   Arguments arguments = {};
   static_cast<CodecLinearParams&>(arguments) = params;
   MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, S::kRows);

@@ -211,11 +211,10 @@ constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96
 }  // namespace
 
 MossStatus launch_tiles(const CodecLinearParams& params) {
-  if (params.out_dtype != MOSS_BFLOAT16 || params.outputs % 8 != 0 || (params.scale && params.gelu))
+  if (params.out_dtype != MOSS_BFLOAT16 || (params.scale && params.gelu))
     return set_error(MOSS_ERROR_INVALID_ARGUMENT,
-                     "`%s`: with a tile of %d outputs `out_dtype` must be bfloat16, `outputs` a multiple of 8, and "
-                     "`gelu` 0 with `scale`",
-                     kOp, params.tile_columns);
+                     "`%s`: with a tile of %d outputs `out_dtype` must be bfloat16, and `gelu` 0 with `scale`", kOp,
+                     params.tile_columns);
   int device = 0, multiprocessors = 0;
   MossStatus status = check_cuda(cudaGetDevice(&device), kOp, "cudaGetDevice");
   if (status == MOSS_OK)

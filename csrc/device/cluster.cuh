@@ -32,6 +32,16 @@ __device__ __forceinline__ void store_peer(uint32_t peer_address, float x, float
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(peer_address), "f"(x), "f"(y) : "memory");
 }
 
+// Copies `bytes` of this block's shared memory to a peer's; addresses and bytes are multiples of 16. Completes on
+// `peer_barrier`, of the peer.
+__device__ __forceinline__ void bulk_send(uint32_t peer_address, uint32_t source, uint32_t bytes,
+                                          uint32_t peer_barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   peer_address),
+               "r"(source), "r"(bytes), "r"(peer_barrier)
+               : "memory");
+}
+
 // `peer_address`: a multiple of 16.
 __device__ __forceinline__ float4 load_peer(uint32_t peer_address) {
   float4 values;

@@ -399,8 +399,8 @@ typedef struct CodecLinearParams {
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
   int32_t tile_rows;    /* of a tile, with the next two; codec_linear_cluster.cu and codec_linear_tiles.cu list the tiles */
-  int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 4, K of 64 * slices, `out` aligned to 16
-                           bytes; with 96 or more in one slice N a multiple of 8, out bf16, not both GELU and scale */
+  int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 8, K of 64 * slices, `out` and `scale`
+                           aligned to 16 bytes; with 96 or more in one slice out bf16, not both GELU and scale */
   int32_t slices;       /* of the inputs, one for each block of a cluster */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;

@@ -92,13 +92,13 @@ void test_codec_linear() {
   params.out = aligned<void>(16);
   refused("`slices` must be 1 .. 8, got 0", [](auto& spoiled) { spoiled.slices = 0; });
   refused("`inputs` of 256, got 8 and 320", [](auto& spoiled) { spoiled.inputs = 320; });
-  refused("`outputs` a multiple of 4", [](auto& spoiled) { spoiled.outputs = 6; });
+  refused("`outputs` a multiple of 8", [](auto& spoiled) { spoiled.outputs = 12; });
+  refused("`scale` must be aligned to 16", [](auto& spoiled) { spoiled.scale = aligned<void>(4); });
   refused("`out` must be aligned to 16", [](auto& spoiled) { spoiled.out = aligned<void>(8); });
   refused("no tile of 65 rows", [](auto& spoiled) { spoiled.tile_rows = 65; });
   params.tile_columns = 96;
   refused("no tile of 64 rows, 96 outputs and 4 slices", [](auto&) {});
   params.slices = 1;
-  refused("`outputs` a multiple of 8", [](auto& spoiled) { spoiled.outputs = 12; });
   refused("`out_dtype` must be bfloat16", [](auto&) {});
 }
 
