@@ -113,12 +113,17 @@ _CLUSTER_192_64_FOUR = CudaTile(192, 64, 4)
 _CLUSTER_192_80_TWICE = CudaTile(192, 80, 2)
 # Where these win, for weights [N, K]: from how many rows up to how many.
 _CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
-    (2304, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
-    (768, 768): ((33, 64, _CLUSTER_24_FOUR), (65, 256, _CLUSTER_24_TWICE), (961, 1024, _CLUSTER_128_96_TWICE)),
+    (2304, 768): ((33, 64, _CLUSTER_48_TWICE), (65, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
+    (768, 768): (
+        (33, 64, _CLUSTER_24_FOUR),
+        (65, 256, _CLUSTER_24_TWICE),
+        (449, 512, _CLUSTER_48),
+        (961, 1024, _CLUSTER_128_96_TWICE),
+    ),
     (3072, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
     (768, 3072): (
         (33, 64, _CLUSTER_24_FOUR),
-        (65, 128, _CLUSTER_128_24_FOUR),
+        (65, 128, CudaTile(64, 48, 4)),
         (129, 256, _CLUSTER_24_TWICE),
         (257, 384, _CLUSTER_192_64_FOUR),
         (385, 576, CudaTile(192, 64, 3)),
