@@ -380,10 +380,11 @@ struct Consumer {
   __device__ __forceinline__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
   }
+  // Releases stages unread. What is in them need not have come: only what was in them before must be released by all.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
     for (; count > 0; --count, ring.advance()) {
-      barrier_wait(shared.full(ring.stage), ring.parity);
+      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
       release(ring.stage);
     }
   }
