@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "device/copy_async.cuh"
 #include "device/rotate.cuh"
 #include "device/tile_product.cuh"
 #include "device/warpgroup_attention.cuh"
@@ -98,10 +99,13 @@ struct Item {
   static __device__ __forceinline__ int row_of(const Arguments& arguments, int index) {
     return index / arguments.query_groups / arguments.head_groups;
   }
+  static __device__ __forceinline__ int head_of(const Arguments& arguments, int index) {
+    return index / arguments.query_groups % arguments.head_groups * arguments.item_heads;
+  }
   __device__ __forceinline__ Item(const Arguments& arguments, int index, int valid, int held)
       : row(row_of(arguments, index)), valid(valid), held(held) {
     first = index % arguments.query_groups * arguments.item_tiles * kTile;
-    head = index / arguments.query_groups % arguments.head_groups * arguments.item_heads;
+    head = head_of(arguments, index);
     heads = min(arguments.item_heads, arguments.heads - head);
     const int beyond = first + arguments.item_tiles * kTile;
     begin = (first < valid ? max(first - arguments.window + 1, -held) : first) >> 6;
@@ -194,17 +198,19 @@ struct Loader {
   }
 };
 
+template <int DIMS>
+__device__ __forceinline__ void load_angles(float (&angles)[DIMS], const float* from) {
+#pragma unroll
+  for (int i = 0; i < DIMS; i += 4)
+    *reinterpret_cast<float4*>(angles + i) = __ldcg(reinterpret_cast<const float4*>(from + i));
+}
+
 // Some dimensions of a token and their angles, loaded.
 template <int DIMS>
 struct Turn {
   Vector<bf16, DIMS> piece;
   alignas(16) float angles[DIMS];
 
-  __device__ __forceinline__ void load_angles(const float* from) {
-#pragma unroll
-    for (int i = 0; i < DIMS; i += 4)
-      *reinterpret_cast<float4*>(angles + i) = __ldcg(reinterpret_cast<const float4*>(from + i));
-  }
   __device__ __forceinline__ Vector<bf16, DIMS> rotated() const { return rotate(piece, angles); }
 };
 
@@ -241,7 +247,7 @@ struct Finisher {
     const uint32_t place = shared.keys(stage) + row * kRowBytes, offset = (dim * 2) ^ row * 16;
     Turn<kDims> turns[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) turns[i].load_angles(angles + min(row + i * kRows, last) * kHeadDim);
+    for (int i = 0; i < kAhead; ++i) load_angles(turns[i].angles, angles + min(row + i * kRows, last) * kHeadDim);
 #pragma unroll 1
     for (int first = 0; first < kTile; first += kAhead * kRows) {
 #pragma unroll
@@ -250,7 +256,7 @@ struct Finisher {
         auto* const at = static_cast<Vector<bf16, kDims>*>(__cvta_shared_to_generic(address));
         turns[i].piece = *at;
         *at = turns[i].rotated();
-        turns[i].load_angles(angles + min(row + first + (i + kAhead) * kRows, last) * kHeadDim);
+        load_angles(turns[i].angles, angles + min(row + first + (i + kAhead) * kRows, last) * kHeadDim);
         __syncwarp();  // so that the loads are not put off to the end of the loop
       }
     }
@@ -302,67 +308,73 @@ __device__ __forceinline__ void consumer_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
 }
 
-// Rotated queries of a consumer, of which one at least is valid, to shared memory; the last valid one takes the place
-// of those beyond it. All loads are on their way before the first is used.
-__device__ __forceinline__ void load_queries(const Arguments& arguments, const Item& item, int head, int first,
-                                             uint32_t tile) {
-  constexpr int kTurns = kTile * kPieces / 128;
-  const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces;
-  Turn<8> turns[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const int token = min(first + row + i * 128 / kPieces, item.valid - 1);
-    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
-    const bf16* q = static_cast<const bf16*>(arguments.qkv) + place * 3 * arguments.heads * kHeadDim + head * kHeadDim;
-    reinterpret_cast<uint4&>(turns[i].piece) = __ldcg(reinterpret_cast<const uint4*>(q) + piece);
-    turns[i].load_angles(arguments.cos_sin + place * kHeadDim + 8 * piece);
-  }
-  consumer_sync();
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const uint32_t address = tile + (row + i * 128 / kPieces) * kRowBytes + (piece ^ row % 8) * 16;
-    *static_cast<Vector<bf16, 8>*>(__cvta_shared_to_generic(address)) = turns[i].rotated();
-  }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  consumer_sync();
-}
+// Queries of a consumer on their way to its shared memory, of which one at least is valid; the last valid one takes the
+// place of those beyond it.
+struct Queries {
+  static constexpr int kTurns = kTile * kPieces / 128;
+  uint32_t tile;
+  alignas(16) float angles[kTurns][8];
 
-__device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int head, int first,
-                                      const Attention& attention) {
+  // This thread's piece of one of its queries.
+  __device__ __forceinline__ Vector<bf16, 8>* place(int turn) const {
+    const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces + turn * 128 / kPieces;
+    return static_cast<Vector<bf16, 8>*>(__cvta_shared_to_generic(tile + row * kRowBytes + (piece ^ row % 8) * 16));
+  }
+  // Begins where no thread reads the queries before them any more.
+  __device__ __forceinline__ void load(const Arguments& arguments, const Item& item, int head, int first) {
+    const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces, last = item.valid - 1 - first;
+    const int64_t from = static_cast<int64_t>(item.row) * arguments.tokens + first;
+    const int width = 3 * arguments.heads * kHeadDim;
+    const bf16* const q = static_cast<const bf16*>(arguments.qkv) + from * width + head * kHeadDim + 8 * piece;
+    const float* const cos_sin = arguments.cos_sin + from * kHeadDim + 8 * piece;
+    consumer_sync();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float total = attention.total[half];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
-    const int token = first + row_in_tile() + 8 * half;
-    const float factor = token < item.valid ? 1.0f / total : 0.0f;
-    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
-    bf16* out = static_cast<bf16*>(arguments.out) + (place * arguments.heads + head) * kHeadDim;
+    for (int i = 0; i < kTurns; ++i) {
+      const int64_t token = min(row + i * 128 / kPieces, last);
+      copy_async(place(i), q + token * width, true);
+      load_angles(angles[i], cos_sin + token * kHeadDim);
+    }
+    copy_async_commit();
+  }
+  __device__ __forceinline__ void turn() const {
+    copy_async_wait<0>();
 #pragma unroll
-    for (int block = 0; block < kHeadDim / 8; block += 4) {
-      uint32_t words[4];
+    for (int i = 0; i < kTurns; ++i) *place(i) = rotate(*place(i), angles[i]);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    consumer_sync();
+  }
+};
+
+// Where the attention of a tile of queries goes.
+struct Output {
+  int item, item_head, first, valid;  // `first`: query, kNever where there is none
+
+  __device__ __forceinline__ void store(const Arguments& arguments, const Attention& attention) const {
+    const int row = Item::row_of(arguments, item), head = Item::head_of(arguments, item) + item_head;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = &attention.result[4 * (block + i) + 2 * half];
-        words[i] = token < item.valid ? pack_bf16(pair[0] * factor, pair[1] * factor) : 0;
+    for (int half = 0; half < 2; ++half) {
+      float total = attention.total[half];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const int token = first + row_in_tile() + 8 * half;
+      const float factor = token < valid ? 1.0f / total : 0.0f;
+      const int64_t place = static_cast<int64_t>(row) * arguments.tokens + token;
+      bf16* out = static_cast<bf16*>(arguments.out) + (place * arguments.heads + head) * kHeadDim;
+#pragma unroll
+      for (int block = 0; block < kHeadDim / 8; block += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &attention.result[4 * (block + i) + 2 * half];
+          words[i] = token < valid ? pack_bf16(pair[0] * factor, pair[1] * factor) : 0;
+        }
+        transpose_quad(words);
+        if (token < arguments.tokens)
+          *reinterpret_cast<uint4*>(out + 8 * (block + threadIdx.x % 4)) = {words[0], words[1], words[2], words[3]};
       }
-      transpose_quad(words);
-      if (token < arguments.tokens)
-        *reinterpret_cast<uint4*>(out + 8 * (block + threadIdx.x % 4)) = {words[0], words[1], words[2], words[3]};
     }
   }
-}
-
-__device__ __forceinline__ void store_zeros(const Arguments& arguments, const Item& item, int head, int first) {
-#pragma unroll 1
-  for (int i = threadIdx.x % 128; i < kTile * kPieces; i += 128) {
-    const int token = first + i / kPieces;
-    if (token >= arguments.tokens) break;
-    const int64_t place = static_cast<int64_t>(item.row) * arguments.tokens + token;
-    bf16* out = static_cast<bf16*>(arguments.out) + (place * arguments.heads + head) * kHeadDim;
-    *reinterpret_cast<uint4*>(out + 8 * (i % kPieces)) = uint4{};
-  }
-}
+};
 
 struct Consumer {
   const Arguments& arguments;
@@ -415,11 +427,10 @@ struct Consumer {
   }
 
   // Attention of one tile of queries over an item's tiles of keys; `item_head`: which head of the item's it is.
-  __device__ __forceinline__ void attend(Attention& attention, const Item& item, int first, int item_head) {
+  __device__ __forceinline__ void attend(Attention& attention, const Item& item, int first, int item_head,
+                                         uint32_t query_tile) {
     const int oldest = max(first - arguments.window + 1, -item.held), begin = oldest >> 6;
-    const int consumer = item_head * arguments.item_tiles + (first - item.first) / kTile;
-    load_queries(arguments, item, item.head + item_head, first, shared.queries(consumer));
-    const uint32_t queries = base + (shared.queries(consumer) - shared.base) / 16;
+    const uint32_t queries = base + (query_tile - shared.base) / 16;
     item_heads = item.heads;
     skip((begin - item.begin) * item.heads + item_head);
     int key = begin * kTile;
@@ -448,6 +459,7 @@ struct Consumer {
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     const int item_head = group / arguments.item_tiles, item_tile = group % arguments.item_tiles;
     Attention attention;
+    Output output = {0, item_head, kNever, 0};  // not stored until the next item's queries are on their way
     cudaGridDependencySynchronize();
 #pragma unroll 1
     for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
@@ -457,16 +469,20 @@ struct Consumer {
       const int held = -__shfl_sync(0xffffffffu, parts[ring.stage].begin, 0);
       const Item item(arguments, index, valid, held);
       const int first = item.first + item_tile * kTile;
-      const bool wanted = item_head < item.heads;
-      if (wanted && first < item.valid) {
-        attend(attention, item, first, item_head);
+      const bool wanted = item_head < item.heads, some = max(first - item.valid, item_head - item.heads) < 0;
+      Queries queries = {shared.queries(group)};
+      if (some) queries.load(arguments, item, item.head + item_head, first);
+      output.store(arguments, attention);
+      output = {index, item_head, wanted ? first : kNever, some ? item.valid : 0};
+      if (some) {
+        queries.turn();
+        attend(attention, item, first, item_head, shared.queries(group));
         skip((item.end - first / kTile) * item.heads - 1 - item_head);
-        store(arguments, item, item.head + item_head, first, attention);
       } else {
         skip((item.end - item.begin) * item.heads);
-        if (wanted) store_zeros(arguments, item, item.head + item_head, first);
       }
     }
+    output.store(arguments, attention);
   }
 };
 

@@ -30,7 +30,10 @@ struct Attention {
     limit[0] = limit[1] = INT_MIN;
     total[0] = total[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) result[i] = 0.0f;
+    for (int i = 0; i < 32; ++i) {
+      result[i] = 0.0f;
+      asm volatile("" : "=f"(score[i]));  // of no value yet, so that no register is kept for it until here
+    }
   }
 
   // The last KEYS of a tile.
