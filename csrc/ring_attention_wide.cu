@@ -55,6 +55,8 @@ struct alignas(16) Part {
   int done;               // no part, and none follows
 
   __device__ __forceinline__ bool exists(int key) const { return token + key >= begin && token + key < end; }
+  // Whether consumers can read it as it comes: a tile of the ring, all of which exists.
+  __device__ __forceinline__ bool finished() const { return source < 0 && exists(0) && exists(kTile - 1); }
   // Where a key lies: its row in the ring or in the chunk.
   __device__ __forceinline__ int row(int key, int capacity) const {
     const int place = edge + token + key;
@@ -74,7 +76,8 @@ struct Memory {
   __device__ __forceinline__ uint32_t queries(int consumer) const {
     return base + kStages * kStageBytes + consumer * kTileBytes;
   }
-  // Consumers may read; the loader may copy, since consumers and finishers are done; copies have arrived.
+  // Consumers may read; the loader may copy, since consumers and finishers are done; finishers may look at the part,
+  // whose copies have arrived unless it is finished as it comes.
   __device__ __forceinline__ uint32_t full(int stage) const { return queries(kConsumers) + 24 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t loaded(int stage) const { return full(stage) + 16; }
@@ -130,12 +133,13 @@ struct Loader {
   int lane;
 
   __device__ __forceinline__ void copy(const Part& part, int head, int stage) const {
-    const bool own = part.source >= 0;
+    const bool own = part.source >= 0, finished = part.finished();
     const int tokens = min(part.end, part.token + kTile) - max(part.begin, part.token);
-    const uint32_t barrier = shared.loaded(stage);
+    const uint32_t barrier = finished ? shared.full(stage) : shared.loaded(stage);
     if (lane == 0) {
       parts[stage] = part;
       barrier_expect(barrier, max(tokens, 0) * 2 * kRowBytes);
+      if (finished) barrier_arrive(shared.loaded(stage));
     }
     __syncwarp();
     const int width = arguments.heads * kHeadDim;
@@ -280,10 +284,10 @@ struct Finisher {
   }
 
   __device__ __forceinline__ void finish(const Part& part, int stage) const {
-    const bool own = part.source >= 0, whole = part.exists(0) && part.exists(kTile - 1);
+    const bool own = part.source >= 0;
     if (own && part.exists(0)) turn_keys(part, stage);
-    if (!whole) clear_missing(part, stage);
-    if (own || !whole) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (!part.exists(0) || !part.exists(kTile - 1)) clear_missing(part, stage);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.full(stage));
     if (own && part.stored != kNever) write_ring(part, stage);
@@ -295,8 +299,12 @@ struct Finisher {
 #pragma unroll 1
     for (;; ring.advance()) {
       barrier_wait(shared.loaded(ring.stage), ring.parity);
-      if (parts[ring.stage].done) return;
-      if (ring.stage % kFinishers == number) finish(parts[ring.stage], ring.stage);
+      const Part& part = parts[ring.stage];
+      if (part.done) return;
+      if (part.finished())
+        barrier_wait(shared.full(ring.stage), ring.parity);
+      else if (ring.stage % kFinishers == number)
+        finish(part, ring.stage);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.empty(ring.stage));
     }
