@@ -241,12 +241,12 @@ struct Finisher {
       if (key < begin || key >= end) place(stage, key)[0] = place(stage, key)[kTileBytes / 16] = uint4{};
   }
 
-  // Keys of the chunk, four dimensions a lane, since there are few registers. Keys that do not exist are turned by the
-  // last one's angles and cleared later.
+  // Keys of the chunk, eight dimensions a lane: one piece of a key, read and written at once. Keys that do not exist are
+  // turned by the last one's angles and cleared later.
   __device__ __forceinline__ void turn_keys(const Part& part, int stage) const {
-    constexpr int kDims = 4, kRows = 32 * kDims / kHeadDim;
-    constexpr int kAhead = 8;  // rounds of kRows keys whose angles are on their way
-    const int row = lane / 16, dim = lane % 16 * kDims, last = min(part.end - part.token, kTile) - 1;
+    constexpr int kDims = 8, kLanes = kHeadDim / kDims, kRows = 32 / kLanes;
+    constexpr int kAhead = 4;  // rounds of kRows keys whose angles are on their way
+    const int row = lane / kLanes, dim = lane % kLanes * kDims, last = min(part.end - part.token, kTile) - 1;
     const float* angles = arguments.cos_sin + static_cast<int64_t>(part.source) * kHeadDim + dim;
     const uint32_t place = shared.keys(stage) + row * kRowBytes, offset = (dim * 2) ^ row * 16;
     Turn<kDims> turns[kAhead];
