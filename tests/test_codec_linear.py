@@ -227,8 +227,10 @@ def test_the_library_product_in_the_interpreter(kind):
     ("x_dtype", "dtype"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 )
 @pytest.mark.parametrize("k", [39, 40, 600, 768])
-def test_layer_norm_in_the_interpreter(k, x_dtype, dtype):
-    """Rows of one part, of several, and of whole ones."""
+@pytest.mark.parametrize("wave", [9, 8])
+def test_layer_norm_in_the_interpreter(monkeypatch, k, x_dtype, dtype, wave):
+    """Rows of one part, of several, and of whole ones; one or two of a warp."""
+    monkeypatch.setattr(row_kernels, "NORM_WAVE", wave)
     x, weight, bias = (torch.randn(9, k) * 2 + 1).to(x_dtype), torch.randn(k).to(dtype), torch.randn(k).to(dtype)
     out = torch.full((9, k), torch.nan, dtype=dtype)
     row_kernels.layer_norm(x, weight, bias, out)

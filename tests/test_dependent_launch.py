@@ -54,7 +54,8 @@ def specs():
         for spec in importlib.import_module(f"moss_kernels.{op}.triton_kernel").compile_specs():
             kernel, signature, constexprs, _ = spec
             if constexprs.get("DEPENDENT") and ("*bf16" in signature.values() or op == "chunk_epilogue"):
-                tile = tuple(value for name, value in constexprs.items() if name.startswith(("BLOCK", "NORM")))
+                kinds = ("BLOCK", "NORM", "ROUNDS")
+                tile = tuple(value for name, value in constexprs.items() if name.startswith(kinds))
                 chosen.setdefault((kernel.__name__, *tile), spec)
     return chosen
 

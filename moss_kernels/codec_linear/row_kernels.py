@@ -10,8 +10,11 @@ from .epilogue import gelu
 from .reference import NORM_EPS
 
 EPS = tl.constexpr(NORM_EPS)
-# Rows of a program, a warp for each; weight and bias then come from L2 once for all of them, and from L1 after that.
+# Warps of a program, which take rows in turn; weight and bias come from L2 once for all, and from L1 after that.
 NORM_ROWS = 4
+# So many rows of 768 values are under way at once on the 132 multiprocessors of an H200, 8 programs on each. Of more a
+# warp takes two: fewer programs begin, and both are loaded at once.
+NORM_WAVE = 132 * 8 * NORM_ROWS
 # Columns at a time: 16 bytes of bfloat16 for each thread of a warp.
 NORM_BLOCK = 256
 EPILOGUE_BLOCK = 2048
@@ -41,6 +44,25 @@ def _widen(part):
     return wide
 
 
+@triton.jit
+def _norm(x, weight, bias, out_ptr, row, m, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Norm of rows that have been loaded, one a warp."""
+    column = tl.arange(0, BLOCK_K)[None, :]
+    total = _widen(x[0])
+    for part in tl.static_range(1, len(x)):
+        total += _widen(x[part])
+    mean = (tl.sum(total, 1) / K)[:, None]
+    squares = tl.zeros_like(total)
+    for part in tl.static_range(len(x)):
+        distance = tl.where(column < K - part * BLOCK_K, _widen(x[part]) - mean, 0.0)
+        squares += distance * distance
+    factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
+    for part in tl.static_range(len(x)):
+        y = (_widen(x[part]) - mean) * factor * _widen(weight[part]) + _widen(bias[part])
+        inside = (row < m) & (column < K - part * BLOCK_K)
+        tl.store(out_ptr + row * K + part * BLOCK_K + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["m"])
 def layer_norm_kernel(
     x_ptr,
@@ -50,12 +72,12 @@ def layer_norm_kernel(
     m,
     K: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # A warp has a row, so that sums stay in it.
-    row = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    column = tl.arange(0, BLOCK_K)[None, :]
+    # A warp has a row in each round, so that sums stay in it.
+    first = tl.program_id(0).to(tl.int64) * (ROUNDS * BLOCK_M) + tl.arange(0, BLOCK_M)[:, None]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     x, weight, bias = (), (), ()
@@ -64,22 +86,13 @@ def layer_norm_kernel(
         bias += (_load(norm_bias_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    for start in tl.static_range(0, K, BLOCK_K):
-        x += (_load(x_ptr, row * K, row < m, start, K, BLOCK_M, BLOCK_K),)
-
-    total = _widen(x[0])
-    for part in tl.static_range(1, len(x)):
-        total += _widen(x[part])
-    mean = (tl.sum(total, 1) / K)[:, None]
-    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for part in tl.static_range(len(x)):
-        distance = tl.where(column < K - part * BLOCK_K, _widen(x[part]) - mean, 0.0)
-        squares += distance * distance
-    factor = tl.math.rsqrt(tl.sum(squares, 1) / K + EPS)[:, None]
-    for part in tl.static_range(len(x)):
-        y = (_widen(x[part]) - mean) * factor * _widen(weight[part]) + _widen(bias[part])
-        inside = (row < m) & (column < K - part * BLOCK_K)
-        tl.store(out_ptr + row * K + part * BLOCK_K + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    # All rows are on their way before the first is used.
+    for part in tl.static_range(ROUNDS * len(weight)):
+        row = first + part // len(weight) * BLOCK_M
+        x += (_load(x_ptr, row * K, row < m, part % len(weight) * BLOCK_K, K, BLOCK_M, BLOCK_K),)
+    for turn in tl.static_range(ROUNDS):
+        own = x[turn * len(weight) : (turn + 1) * len(weight)]
+        _norm(own, weight, bias, out_ptr, first + turn * BLOCK_M, m, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -108,7 +121,8 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
         if tensor.data_ptr() % 4:
             raise ValueError(f"`codec_linear`: `{name}` must be aligned to 4 bytes, got address {tensor.data_ptr():#x}")
     dependent = dependent_launch(x.device, default=True)
-    layer_norm_kernel[(triton.cdiv(m, NORM_ROWS),)](
+    rounds = 1 if m <= NORM_WAVE else 2
+    layer_norm_kernel[(triton.cdiv(m, rounds * NORM_ROWS),)](
         x,
         norm_weight,
         norm_bias,
@@ -116,6 +130,7 @@ def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tens
         m,
         K=k,
         DEPENDENT=dependent,
+        ROUNDS=rounds,
         BLOCK_M=NORM_ROWS,
         BLOCK_K=min(NORM_BLOCK, triton.next_power_of_2(k)),
         num_warps=NORM_ROWS,

@@ -120,7 +120,9 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
         rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
         for k in (768, 1280):
             options = {"num_warps": NORM_ROWS, "launch_pdl": True}
-            add(layer_norm_kernel, rows, options, K=k, DEPENDENT=True, BLOCK_M=NORM_ROWS, BLOCK_K=NORM_BLOCK)
+            kinds = {"K": k, "DEPENDENT": True, "BLOCK_M": NORM_ROWS, "BLOCK_K": NORM_BLOCK}
+            for rounds in (1, 2):
+                add(layer_norm_kernel, rows, options, ROUNDS=rounds, **kinds)
         product = {"product_ptr": own, "scale_ptr": own, "out_ptr": residual_stream}
         for gelu in (True, False):
             kinds = {"GELU": gelu, "RESIDUAL": not gelu, "BLOCK": EPILOGUE_BLOCK}
