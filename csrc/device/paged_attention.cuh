@@ -419,20 +419,22 @@ __device__ __forceinline__ void attend_splits(Shared& shared, const Pages& pages
     const int64_t place = pages.place(shared.pages[warp][next % 32], start);
     const bool more = next < steps && start < stored;
 
-    const Tile tile = {shared.tiles[warp], shared.barriers[warp]};
-    float weight[2];
-    if (tokens > 0) copy_wait(tile.barriers, step & 1);
-    Softmax::multiply(weight, tile, shared, lane);
-    // What follows hides the time of the next copy.
-    __syncwarp();
-    if (more) tile.copy_keys(pages.keys + place, lane);
-    softmax.weigh(weight, Softmax::own_token(group, quarter) < tokens, scale);
-    uint4 values[8];
-    if (tokens > 0) copy_wait(tile.barriers + 1, step & 1);
-    tile.load_values(values, tokens, group, quarter);
-    softmax.add(weight, values);
-    __syncwarp();
-    if (more) tile.copy_values(pages.values + place, lane);
+    if (tokens > 0) {  // the same for all of the warp; otherwise nothing would change
+      const Tile tile = {shared.tiles[warp], shared.barriers[warp]};
+      float weight[2];
+      copy_wait(tile.barriers, step & 1);
+      Softmax::multiply(weight, tile, shared, lane);
+      // What follows hides the time of the next copy.
+      __syncwarp();
+      if (more) tile.copy_keys(pages.keys + place, lane);
+      softmax.weigh(weight, Softmax::own_token(group, quarter) < tokens, scale);
+      uint4 values[8];
+      copy_wait(tile.barriers + 1, step & 1);
+      tile.load_values(values, tokens, group, quarter);
+      softmax.add(weight, values);
+      __syncwarp();
+      if (more) tile.copy_values(pages.values + place, lane);
+    }
     if (!walk.ends_split(step)) continue;
 
     softmax.store(shared, buffer, warp, queries, group, quarter);
