@@ -62,8 +62,8 @@ namespace {
 
 constexpr char kOp[] = "paged_attention";
 constexpr int kBlocksPerMultiprocessor = 4;
-// What the multiprocessors hold at once; more parts only wait for each other.
-constexpr int64_t kEnoughBlocks = 512;
+// Two for each multiprocessor keep the memory at work; more parts wait for each other, and for their partial results.
+constexpr int64_t kEnoughBlocks = 264;
 constexpr int kShared = sizeof(paged::Shared);
 
 __global__ void __launch_bounds__(paged::kThreads, kBlocksPerMultiprocessor)
