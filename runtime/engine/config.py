@@ -74,7 +74,7 @@ class EngineConfig:
     max_frames: int = 4096
     pages: int | None = None
     frames_per_launch: int = 1
-    max_in_flight: int = 3
+    max_in_flight: int = 2
     max_waiting: int = 256
     prefill_batch: int = 1
     prefill_wait_ms: float = 0.0
