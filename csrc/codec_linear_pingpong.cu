@@ -7,15 +7,14 @@
 
 #include "codec_linear.h"
 #include "device/tile_finish.cuh"
-#include "device/tile_product.cuh"
+#include "device/tile_turns.cuh"
 #include "tile_launch.h"
 
 namespace moss {
 namespace {
 
 constexpr char kOp[] = "codec_linear";
-constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-constexpr int kHalves = 2;        // of 64 rows, of a tile
+constexpr int kThreads = 128 * (1 + kTurnConsumers);
 constexpr int kPartColumns = 64;  // of 64 rows, that are finished at a time
 constexpr int kPartBytes = kGroupRows * kPartColumns * 2;
 constexpr int kRowBytes = kPartColumns * 2;
@@ -26,8 +25,8 @@ using Arguments = TileArguments;
 // hold the residual stream before. Each has two barriers: `ready` with the stream, or for what overwrites it, and
 // `finished` by the consumer's four warps.
 template <int N, int BUFFERS>
-struct Memory : Shared<N, kHalves, kConsumers * BUFFERS * kPartBytes> {
-  using Base = Shared<N, kHalves, kConsumers * BUFFERS * kPartBytes>;
+struct Memory : Shared<N, kHalves, kTurnConsumers * BUFFERS * kPartBytes> {
+  using Base = Shared<N, kHalves, kTurnConsumers * BUFFERS * kPartBytes>;
   static constexpr int kBuffers = BUFFERS, kColumnParts = N / kPartColumns, kParts = kHalves * kColumnParts;
   static_assert(kParts % kBuffers == 0);
 
@@ -41,15 +40,11 @@ struct Memory : Shared<N, kHalves, kConsumers * BUFFERS * kPartBytes> {
 
   // By one thread, ahead of a barrier of the block.
   __device__ __forceinline__ void init_barriers() const {
-    for (int i = 0; i < kConsumers * kBuffers; ++i) {
+    for (int i = 0; i < kTurnConsumers * kBuffers; ++i) {
       barrier_init(ready(0, i), 1);
       barrier_init(finished(0, i), 4);
     }
-    for (int stage = 0; stage < Base::kStages; ++stage) {
-      barrier_init(this->full(stage), 1);
-      barrier_init(this->empty(stage), 4);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    init_stages(*this);
   }
 };
 
@@ -62,14 +57,6 @@ struct Tile {
   __device__ __forceinline__ Tile(const Arguments& arguments, int index)
       : row(index / arguments.column_tiles * kGroupRows * kHalves), column(index % arguments.column_tiles * N) {}
 };
-
-// A place in the ring after so many more steps.
-template <int STAGES>
-__device__ __forceinline__ void skip(Ring<STAGES>& ring, int steps) {
-  const int stage = ring.stage + steps;
-  ring.stage = stage % STAGES;
-  ring.parity ^= stage / STAGES & 1;
-}
 
 // Weights of the first stages come before the wait for the kernel ahead.
 template <int N, int BUFFERS>
@@ -98,52 +85,11 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N, BU
   }
 }
 
-// Named barriers of both consumers: whose turn it is.
-__device__ __forceinline__ int turn_of(int group) { return 1 + group; }
-__device__ __forceinline__ void named_wait(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(128 * kConsumers) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(128 * kConsumers) : "memory");
-}
-
-// The sum over the next `steps` stages. A consumer has its turn when all products of the tile before have been asked
-// for. Then all stages before its own have been full, so that no wait takes the parity of an earlier round for its own.
-template <int N, int BUFFERS>
-__device__ __forceinline__ void multiply_in_turn(float (&sum)[kHalves][N / 2], Memory<N, BUFFERS> shared,
-                                                 Ring<Memory<N, BUFFERS>::kStages>& ring, int steps, int group,
-                                                 bool more) {
-  const auto release = [](uint32_t empty) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-  };
-  uint32_t previous = 0;
-  named_wait(turn_of(group));
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    const uint32_t a = swizzled_descriptor(shared.rows(ring.stage));
-    const uint32_t b = swizzled_descriptor(shared.weights(ring.stage));
-    barrier_wait(shared.full(ring.stage), ring.parity);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kStep / 16; ++k)
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half)
-        wgmma_swizzled(sum[half], a + 2 * k + half * (kGroupRows * kStep * 2 >> 4), b + 2 * k, step | k);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (step > 0) release(previous);
-    previous = shared.empty(ring.stage);
-  }
-  if (more) named_arrive(turn_of(group ^ 1));
-  wgmma_wait<0>();
-  release(previous);
-}
-
 // Stores a consumer's parts, and brings the residual stream of a later one where one has been stored. The last wait is
 // for memory, the others until the copy engine has read a part.
 template <int N, int BUFFERS, Finish FINISH>
 __device__ __forceinline__ void store(const Arguments& arguments, Memory<N, BUFFERS> shared, int group) {
-  const int begin = blockIdx.x + group * gridDim.x, stride = kConsumers * gridDim.x;
+  const int begin = blockIdx.x + group * gridDim.x, stride = kTurnConsumers * gridDim.x;
   const auto row_of = [&](const Tile<N>& tile, int part) { return tile.row + part / shared.kColumnParts * kGroupRows; };
   const auto column_of = [&](const Tile<N>& tile, int part) {
     return tile.column + part % shared.kColumnParts * kPartColumns;
@@ -204,9 +150,9 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, BU
   skip(ring, group * steps);
   uint32_t parity = 0;
   if (group == 1) named_arrive(turn_of(0));
-  for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kConsumers * gridDim.x) {
+  for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kTurnConsumers * gridDim.x) {
     float sum[kHalves][N / 2];
-    multiply_in_turn(sum, shared, ring, steps, group, index + gridDim.x < arguments.tiles);
+    multiply_in_turn<kHalves>(sum, shared, ring, steps, group, index + gridDim.x < arguments.tiles);
     skip(ring, steps);
     finish_parts<FINISH>(sum, arguments, shared, group, index % arguments.column_tiles * N, parity);
     parity ^= shared.kParts / shared.kBuffers & 1;
@@ -226,7 +172,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(arguments, shared);
     if (threadIdx.x == 96 && arguments.dependent_launch) prefetch_weights(arguments);
-    if (threadIdx.x % 32 == 0 && warp > 0 && warp <= kConsumers) store<N, BUFFERS, FINISH>(arguments, shared, warp - 1);
+    if (threadIdx.x % 32 == 0 && warp > 0 && warp <= kTurnConsumers)
+      store<N, BUFFERS, FINISH>(arguments, shared, warp - 1);
   } else {
     registers_grow<240>();
     consume<N, BUFFERS, FINISH>(arguments, shared);
