@@ -1,16 +1,17 @@
 // moss_prefill_linear: for many rows, where the time is that of the tensor cores. A persistent block takes tiles of 64
 // rows for each of its consumers, one to three warpgroups, and N outputs; one more thread keeps the copy engine ahead.
+// With the gate, where a block takes several tiles, consumers had better have a tile each: prefill_linear_pingpong.cu.
 // The sum over a slice of K runs in steps of 16 in ascending order in every tile, so that its size cannot show.
 #include <cuda.h>
 #include <cuda_bf16.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "checks.h"
-#include "device/mma.cuh"
+#include "device/prefill_store.cuh"
 #include "device/tile_product.cuh"
 #include "launch.h"
+#include "prefill_linear.h"
 #include "tensor_map.h"
 
 namespace moss {
@@ -20,7 +21,6 @@ using bf16 = __nv_bfloat16;
 
 constexpr char kOp[] = "prefill_linear";
 constexpr int kRegisters[] = {0, 240, 240, 160};  // of a consumer's thread, by the number of consumers
-constexpr int kTileCycles = 3000;                 // that a tile takes beside its products
 
 // What the kernel reads: the caller's parameters, the tensors as the copy engine sees them, and counts.
 struct Arguments : PrefillLinearParams {
@@ -66,69 +66,6 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CO
       barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
       load_weights(tile.column, step, ring.stage);
       load_rows(tile.row, step, ring.stage);
-    }
-  }
-}
-
-// As the Triton kernel for few rows computes it, to the bit.
-__device__ __forceinline__ float gated(float gate, float up) {
-  float quotient;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(gate), "f"(1.0f + exp2_approx(-gate * 1.4426950408889634f)));
-  return quotient * up;
-}
-
-// Where a thread's sums belong: rows `row` and row + 8, in each 8 columns from `column` on the thread's two.
-struct Place {
-  int64_t rows;
-  int outputs, column, quarter;
-  int64_t row;
-
-  __device__ __forceinline__ Place(const Arguments& arguments, int first_row, int first_column)
-      : rows(arguments.rows), outputs(arguments.outputs), column(first_column), quarter(threadIdx.x % 4) {
-    row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  }
-  // Of the two sums of `block` in the lower or upper row.
-  __device__ __forceinline__ bool inside(int block, int half) const {
-    return row + 8 * half < rows && column + 8 * block + 2 * quarter < outputs;
-  }
-  __device__ __forceinline__ int64_t offset(int block, int half) const {
-    return (row + 8 * half) * outputs + column + 8 * block + 2 * quarter;
-  }
-};
-
-// The pairs of sums of four blocks of 8 columns, `block` the first, as bf16, or what the gate makes of each and a zero;
-// what lies beyond the tile is zero. Lane q of four gets all of block + q.
-template <int N, bool GATE>
-__device__ __forceinline__ uint4 gather(const float (&sum)[N / 2], int block, int half) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* pair = &sum[4 * (block + i) + 2 * half];
-    const auto pack = [&] { return GATE ? pack_bf16(gated(pair[0], pair[1]), 0) : pack_bf16(pair[0], pair[1]); };
-    words[i] = block + i < N / 8 ? pack() : 0;
-  }
-  transpose_quad(words);
-  return {words[0], words[1], words[2], words[3]};
-}
-
-// The sums as bf16, whole or gated, of which there are half as many.
-template <int N, bool GATE>
-__device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, bf16* out) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t row = place.row + 8 * half;
-#pragma unroll
-    for (int block = 0; block < N / 8; block += 4) {
-      const int mine = block + place.quarter, column = place.column + 8 * mine;
-      const bool inside = mine < N / 8 && row < place.rows && column < place.outputs;
-      bf16* const target = out + (row * place.outputs + column) / (GATE ? 2 : 1);
-      const uint4 words = gather<N, GATE>(sum, block, half);
-      if constexpr (GATE) {
-        const uint2 packed = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)};
-        if (inside) *reinterpret_cast<uint2*>(target) = packed;
-      } else {
-        if (inside) *reinterpret_cast<uint4*>(target) = words;
-      }
     }
   }
 }
@@ -218,60 +155,60 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 }
 
 template <int N, PrefillLinearMode MODE, int CONSUMERS>
-MossStatus launch(const PrefillLinearParams& params, int tiles, int multiprocessors) {
+int64_t count_tiles(const PrefillLinearParams& params) {
+  constexpr int kRows = Shared<N, CONSUMERS>::kRows;
+  return int64_t{(params.rows + kRows - 1) / kRows} * ((params.outputs + N - 1) / N) *
+         (MODE == MOSS_LINEAR_PARTIAL ? params.slices : 1);
+}
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS>
+int64_t count_cycles(const PrefillLinearParams& params, int multiprocessors) {
+  const int64_t tiles = count_tiles<N, MODE, CONSUMERS>(params);
+  const int64_t steps = params.inputs / (MODE == MOSS_LINEAR_PARTIAL ? params.slices : 1) / kStep;
+  return (tiles + multiprocessors - 1) / multiprocessors * (steps * stage_cycles(CONSUMERS, N) + kTileCycles);
+}
+
+template <int N, PrefillLinearMode MODE, int CONSUMERS>
+MossStatus launch(const PrefillLinearParams& params, int multiprocessors) {
   using Memory = Shared<N, CONSUMERS>;
+  const int64_t tiles = count_tiles<N, MODE, CONSUMERS>(params);
+  MossStatus status = check_range(kOp, "tiles", tiles, 1, kMostRows);
   Arguments arguments = {};
   static_cast<PrefillLinearParams&>(arguments) = params;
   arguments.row_tiles = (params.rows + Memory::kRows - 1) / Memory::kRows;
   arguments.column_tiles = (params.outputs + N - 1) / N;
-  arguments.tiles = tiles;
+  arguments.tiles = static_cast<int>(tiles);
   arguments.steps = params.inputs / params.slices / kStep;
   // A row beyond the last costs the copy engine no less than others; only the swizzle, of eight, needs some.
   arguments.box_rows = params.rows < Memory::kRows ? (params.rows + 7) / 8 * 8 : Memory::kRows;
-  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, arguments.box_rows);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, arguments.box_rows);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
   const auto kernel = prefill_linear_kernel<N, MODE, CONSUMERS>;
   if (status == MOSS_OK)
     status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes), kOp,
                         "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
-  const dim3 grid(tiles < multiprocessors ? tiles : multiprocessors);
+  const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
   return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Memory::kBytes);
 }
 
-// What there is a kernel for.
-struct Variant {
-  PrefillLinearMode mode;
-  int columns, consumers;
-  MossStatus (*launch)(const PrefillLinearParams&, int tiles, int multiprocessors);
-
-  int rows() const { return kGroupRows * consumers; }
-  int slices(const PrefillLinearParams& params) const { return mode == MOSS_LINEAR_PARTIAL ? params.slices : 1; }
-  int64_t tiles(const PrefillLinearParams& params) const {
-    return int64_t{(params.rows + rows() - 1) / rows()} * ((params.outputs + columns - 1) / columns) * slices(params);
-  }
-  // Of the multiprocessor with the most tiles: those of its tensor cores, or of its shared memory if those are more,
-  // which takes and gives 128 bytes in one, and operands of 16 inputs to each group of rows.
-  int64_t cycles(const PrefillLinearParams& params, int multiprocessors) const {
-    const int products = 2 * consumers * columns, memory = (consumers + 1) * columns + 128 * consumers;
-    const int64_t steps = params.inputs / slices(params) / kStep;
-    return (tiles(params) + multiprocessors - 1) / multiprocessors * (steps * std::max(products, memory) + kTileCycles);
-  }
-};
-
 template <PrefillLinearMode MODE, int CONSUMERS, int N>
-constexpr Variant kVariant = {MODE, N, CONSUMERS, launch<N, MODE, CONSUMERS>};
+constexpr PrefillVariant kVariant = {MODE, kGroupRows * CONSUMERS, N, count_cycles<N, MODE, CONSUMERS>,
+                                     launch<N, MODE, CONSUMERS>};
 
-// With the widths of the backbone's linears, tiles for each of 132 multiprocessors, or a few less, at 64 to 704 rows.
-constexpr Variant kVariants[] = {
+// With the widths of the backbone's linears, tiles for each of 132 multiprocessors, or a few less, at 64 to 704 rows
+// and at 1,344.
+constexpr PrefillVariant kVariants[] = {
     kVariant<MOSS_LINEAR_WHOLE, 1, 144>,   kVariant<MOSS_LINEAR_WHOLE, 1, 192>,   kVariant<MOSS_LINEAR_WHOLE, 1, 240>,
     kVariant<MOSS_LINEAR_WHOLE, 2, 144>,   kVariant<MOSS_LINEAR_WHOLE, 2, 192>,   kVariant<MOSS_LINEAR_WHOLE, 2, 240>,
-    kVariant<MOSS_LINEAR_WHOLE, 3, 192>,   kVariant<MOSS_LINEAR_GATE_UP, 2, 152>, kVariant<MOSS_LINEAR_GATE_UP, 3, 152>,
-    kVariant<MOSS_LINEAR_GATE_UP, 2, 256>, kVariant<MOSS_LINEAR_PARTIAL, 1, 160>, kVariant<MOSS_LINEAR_PARTIAL, 2, 160>,
-    kVariant<MOSS_LINEAR_PARTIAL, 3, 80>,  kVariant<MOSS_LINEAR_ADD, 1, 104>,     kVariant<MOSS_LINEAR_ADD, 1, 120>,
-    kVariant<MOSS_LINEAR_ADD, 1, 144>,     kVariant<MOSS_LINEAR_ADD, 1, 160>,     kVariant<MOSS_LINEAR_ADD, 1, 184>,
-    kVariant<MOSS_LINEAR_ADD, 1, 200>,     kVariant<MOSS_LINEAR_ADD, 1, 216>,     kVariant<MOSS_LINEAR_ADD, 2, 128>,
-    kVariant<MOSS_LINEAR_ADD, 2, 144>,     kVariant<MOSS_LINEAR_ADD, 2, 160>,     kVariant<MOSS_LINEAR_ADD, 2, 200>,
+    kVariant<MOSS_LINEAR_WHOLE, 3, 192>,   kVariant<MOSS_LINEAR_GATE_UP, 3, 152>, kVariant<MOSS_LINEAR_GATE_UP, 2, 256>,
+    kVariant<MOSS_LINEAR_PARTIAL, 1, 160>, kVariant<MOSS_LINEAR_PARTIAL, 2, 160>, kVariant<MOSS_LINEAR_PARTIAL, 3, 80>,
+    kVariant<MOSS_LINEAR_ADD, 1, 104>,     kVariant<MOSS_LINEAR_ADD, 1, 120>,     kVariant<MOSS_LINEAR_ADD, 1, 144>,
+    kVariant<MOSS_LINEAR_ADD, 1, 160>,     kVariant<MOSS_LINEAR_ADD, 1, 184>,     kVariant<MOSS_LINEAR_ADD, 1, 200>,
+    kVariant<MOSS_LINEAR_ADD, 1, 216>,     kVariant<MOSS_LINEAR_ADD, 2, 104>,     kVariant<MOSS_LINEAR_ADD, 2, 120>,
+    kVariant<MOSS_LINEAR_ADD, 2, 128>,     kVariant<MOSS_LINEAR_ADD, 2, 144>,     kVariant<MOSS_LINEAR_ADD, 2, 160>,
+    kVariant<MOSS_LINEAR_ADD, 2, 200>,     kVariant<MOSS_LINEAR_ADD, 2, 216>,
 };
 
 // The variant that keeps the multiprocessors busy for the shortest time.
@@ -282,22 +219,21 @@ MossStatus dispatch(const PrefillLinearParams& params) {
     status = check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp,
                         "cudaDeviceGetAttribute");
   if (status != MOSS_OK) return status;
-  const Variant* best = nullptr;
+  const PrefillVariant* best = nullptr;
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (const Variant& variant : kVariants) {
-    if (variant.mode != params.mode || (params.tile_rows != 0 && variant.rows() != params.tile_rows) ||
+  const auto consider = [&](const PrefillVariant& variant) {
+    if (variant.mode != params.mode || (params.tile_rows != 0 && variant.rows != params.tile_rows) ||
         (params.columns != 0 && variant.columns != params.columns))
-      continue;
+      return;
     const int64_t cycles = variant.cycles(params, multiprocessors);
     if (cycles < least) best = &variant, least = cycles;
-  }
+  };
+  for (const PrefillVariant& variant : kVariants) consider(variant);
+  for (const PrefillVariant& variant : kPingpongVariants) consider(variant);
   if (best == nullptr)
     return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: the mode has no tile of %d rows and %d columns", kOp,
                      params.tile_rows, params.columns);
-  const int64_t tiles = best->tiles(params);
-  if (tiles > std::numeric_limits<int>::max() - multiprocessors)
-    return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `rows` must be fewer, got %d", kOp, params.rows);
-  return best->launch(params, static_cast<int>(tiles), multiprocessors);
+  return best->launch(params, multiprocessors);
 }
 
 MossStatus check(const PrefillLinearParams& params) {
