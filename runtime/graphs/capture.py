@@ -42,6 +42,32 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class Branch:
+    """Work that may run beside what the current stream gets: in a graph a branch of its own, on a CPU in its place."""
+
+    def __init__(self, stream: torch.cuda.Stream | None):
+        """Args: stream: whose priority it gets; None on a CPU."""
+        self._stream = None if stream is None else torch.cuda.Stream(stream.device, priority=stream.priority)
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        """What is enqueued inside runs after all that the current stream has, beside what it gets until `join`.
+
+        Memory that it uses must not be freed before.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream gets from here on runs after all that was forked."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 class GraphSet:
     """The graphs of one piece of work, one for each shape. They are captured and replayed on one stream.
 

@@ -14,7 +14,7 @@ from moss_kernels.prefill_attention import TILE, prefill_attention
 from moss_kernels.prefill_linear import prefill_linear
 from moss_kernels.rms_norm import rms_norm
 from moss_runtime.graphs.backbone_step import BackboneStep, StepLayer
-from moss_runtime.graphs.capture import GraphSet, bucket_for
+from moss_runtime.graphs.capture import Branch, GraphSet, bucket_for
 from moss_runtime.model.tts import MossTTS
 from moss_runtime.observe import Metrics
 from moss_runtime.state.decode_pool import DecodePool
@@ -116,6 +116,7 @@ class Prefill:
         self._inputs = torch.zeros(sum(self._sizes), dtype=torch.int64, device=model.device)
         options = {"device": model.device, "stream": stream, "metrics": metrics, "enabled": graphs}
         self.graphs = GraphSet("prefill", [(count,) for count in self.buckets], self.compute, **options)
+        self._branch = Branch(self.graphs.stream)
 
     def warm_up(self, progress=lambda: None) -> None:
         """Capture the graphs."""
@@ -189,11 +190,16 @@ class Prefill:
             rms_norm(x, partials, layer.input_norm, eps, normed)
             prefill_linear(normed, layer.qkv, qkv)
             if attend is not None:
-                attend(index, qkv[tokens:], out=attended[tokens:])
+                # It waits for memory, attention of the prompts for arithmetic.
+                with self._branch.fork():
+                    attend(index, qkv[tokens:], out=attended[tokens:])
             context.append(index, qkv[:tokens], layer, eps, step.cos_sin, q)
+            if index < len(layers) - 1:
+                context.attend(index, q, attended[:tokens])
+            if attend is not None:
+                self._branch.join()
             if index == len(layers) - 1:
                 break
-            context.attend(index, q, attended[:tokens])
             partials = _add(attended, layer.o, x)
             rms_norm(x, partials, layer.mlp_norm, eps, normed)
             prefill_linear(normed, layer.gate_up, inner, gate_up=True)
