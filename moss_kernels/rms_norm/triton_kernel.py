@@ -8,8 +8,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moss_kernels._launch import dependent_launch
 
 WARPS = 16
-# Up to which dependent launch is the default: the rows of a decode step, between linears that start that way.
-DEPENDENT_ROWS = 128
 
 
 @triton.jit
@@ -58,7 +56,7 @@ def rms_norm_triton(
     batch, width = x.shape
     if batch == 0:
         return
-    dependent = dependent_launch(x.device, default=batch <= DEPENDENT_ROWS)
+    dependent = dependent_launch(x.device, default=True)
     rms_norm_kernel[(batch,)](
         x,
         partials,
