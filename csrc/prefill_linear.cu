@@ -197,17 +197,16 @@ template <PrefillLinearMode MODE, int CONSUMERS, int N>
 constexpr PrefillVariant kVariant = {MODE, kGroupRows * CONSUMERS, N, count_cycles<N, MODE, CONSUMERS>,
                                      launch<N, MODE, CONSUMERS>};
 
-// With the widths of the backbone's linears, tiles for each of 132 multiprocessors, or a few less, at 64 to 704 rows
+// With the widths of the backbone's linears, tiles for each of 132 multiprocessors, or a few less, at 64 to 768 rows
 // and at 1,344.
 constexpr PrefillVariant kVariants[] = {
     kVariant<MOSS_LINEAR_WHOLE, 1, 144>,   kVariant<MOSS_LINEAR_WHOLE, 1, 192>,   kVariant<MOSS_LINEAR_WHOLE, 1, 240>,
     kVariant<MOSS_LINEAR_WHOLE, 2, 144>,   kVariant<MOSS_LINEAR_WHOLE, 2, 192>,   kVariant<MOSS_LINEAR_WHOLE, 2, 240>,
-    kVariant<MOSS_LINEAR_WHOLE, 3, 192>,   kVariant<MOSS_LINEAR_GATE_UP, 3, 152>, kVariant<MOSS_LINEAR_GATE_UP, 2, 256>,
-    kVariant<MOSS_LINEAR_PARTIAL, 1, 160>, kVariant<MOSS_LINEAR_PARTIAL, 2, 160>, kVariant<MOSS_LINEAR_PARTIAL, 3, 80>,
-    kVariant<MOSS_LINEAR_ADD, 1, 104>,     kVariant<MOSS_LINEAR_ADD, 1, 120>,     kVariant<MOSS_LINEAR_ADD, 1, 144>,
-    kVariant<MOSS_LINEAR_ADD, 1, 160>,     kVariant<MOSS_LINEAR_ADD, 1, 184>,     kVariant<MOSS_LINEAR_ADD, 1, 200>,
-    kVariant<MOSS_LINEAR_ADD, 1, 216>,     kVariant<MOSS_LINEAR_ADD, 2, 104>,     kVariant<MOSS_LINEAR_ADD, 2, 120>,
-    kVariant<MOSS_LINEAR_ADD, 2, 128>,     kVariant<MOSS_LINEAR_ADD, 2, 144>,     kVariant<MOSS_LINEAR_ADD, 2, 160>,
+    kVariant<MOSS_LINEAR_WHOLE, 3, 192>,   kVariant<MOSS_LINEAR_GATE_UP, 3, 152>, kVariant<MOSS_LINEAR_PARTIAL, 1, 160>,
+    kVariant<MOSS_LINEAR_PARTIAL, 2, 160>, kVariant<MOSS_LINEAR_PARTIAL, 3, 80>,  kVariant<MOSS_LINEAR_ADD, 1, 104>,
+    kVariant<MOSS_LINEAR_ADD, 1, 120>,     kVariant<MOSS_LINEAR_ADD, 1, 144>,     kVariant<MOSS_LINEAR_ADD, 1, 160>,
+    kVariant<MOSS_LINEAR_ADD, 1, 184>,     kVariant<MOSS_LINEAR_ADD, 1, 200>,     kVariant<MOSS_LINEAR_ADD, 1, 216>,
+    kVariant<MOSS_LINEAR_ADD, 2, 120>,     kVariant<MOSS_LINEAR_ADD, 2, 144>,     kVariant<MOSS_LINEAR_ADD, 2, 160>,
     kVariant<MOSS_LINEAR_ADD, 2, 200>,     kVariant<MOSS_LINEAR_ADD, 2, 216>,
 };
 

@@ -3,6 +3,8 @@
 // tensor cores. One more thread keeps the copy engine ahead.
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "checks.h"
 #include "device/prefill_store.cuh"
 #include "device/tile_turns.cuh"
@@ -16,91 +18,100 @@ namespace {
 constexpr char kOp[] = "prefill_linear";
 constexpr int kThreads = 128 * (1 + kTurnConsumers);
 
-// Tiles of an output: the first `whole` have 128 rows, `pairs` of them to a column of tiles; the rest have 64, so that
-// the last round is a short one. Of `pair_tiles` that could have 128 rows, those beyond `whole` are cut in two.
-struct Cut {
-  int64_t pairs, pair_tiles, whole, tiles;
+// How many tiles an output has: of 128 rows, `pairs` to a column of tiles, and of the 64 that are left below them.
+struct Counts {
+  int64_t pairs, whole, halves;
 
-  Cut(const PrefillLinearParams& params, int columns, int multiprocessors) {
+  Counts(const PrefillLinearParams& params, int columns) {
     const int64_t column_tiles = (params.outputs + columns - 1) / columns;
     const int groups = (params.rows + kGroupRows - 1) / kGroupRows;
     pairs = groups / kHalves;
-    pair_tiles = pairs * column_tiles;
-    const int64_t leftover = groups % kHalves * column_tiles, last = pair_tiles % multiprocessors;
-    whole = 2 * last + leftover <= multiprocessors ? pair_tiles - last : pair_tiles;
-    tiles = whole + 2 * (pair_tiles - whole) + leftover;
+    whole = pairs * column_tiles;
+    halves = groups % kHalves * column_tiles;
   }
 };
 
 struct Arguments : PrefillLinearParams {
   CUtensorMap x_map, weight_map;
-  int pairs, pair_tiles, whole, tiles;  // of Cut
+  int pairs, whole, halves;  // of Counts
 };
 
 template <int N>
 using Memory = Shared<N, kHalves>;
 
-// First row and column of a tile, and the times 64 rows that it has. Neighbours share their weights.
-template <int N>
+// First row and column of a tile, and the times 64 rows that it has.
 struct Tile {
   int row, column, halves;
+};
 
-  __device__ __forceinline__ Tile(const Arguments& arguments, int index) {
-    const int half = index - arguments.whole, pair = half < 0 ? index : arguments.whole + half / 2;
-    halves = half < 0 ? kHalves : 1;
-    if (pair < arguments.pair_tiles) {
-      row = (pair % arguments.pairs * kHalves + (half < 0 ? 0 : half % 2)) * kGroupRows;
-      column = pair / arguments.pairs * N;
-    } else {
-      row = arguments.pairs * kHalves * kGroupRows;
-      column = (half - 2 * (arguments.pair_tiles - arguments.whole)) * N;
+// The tiles of a block: of those of 128 rows and of those of 64 one in gridDim.x each. One of 64 rows comes when the
+// others of its column do, while L2 has their weights.
+template <int N>
+struct Tiles {
+  int whole = blockIdx.x, half = blockIdx.x;
+
+  __device__ __forceinline__ bool next(const Arguments& arguments, Tile& tile) {
+    const bool more = whole < arguments.whole;
+    if (half < arguments.halves && (!more || half <= whole / arguments.pairs)) {
+      tile = {arguments.pairs * kHalves * kGroupRows, half * N, 1};
+      half += gridDim.x;
+      return true;
     }
+    if (!more) return false;
+    tile = {whole % arguments.pairs * kHalves * kGroupRows, whole / arguments.pairs * N, kHalves};
+    whole += gridDim.x;
+    return true;
   }
 };
 
 // Weights of the first stages come before the wait for the kernel ahead.
 template <int N>
 __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N> shared) {
-  const auto load_weights = [&](const Tile<N>& tile, int step, int stage) {
+  const auto load_weights = [&](const Tile& tile, int step, int stage) {
     barrier_expect(shared.full(stage), (tile.halves * kGroupRows + N) * kStep * 2);
     tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, tile.column, shared.full(stage));
   };
-  const auto load_rows = [&](const Tile<N>& tile, int step, int stage) {
+  const auto load_rows = [&](const Tile& tile, int step, int stage) {
     for (int half = 0; half < tile.halves; ++half)
       tensor_load(shared.rows(stage) + half * kGroupRows * kStep * 2, arguments.x_map, step * kStep,
                   tile.row + half * kGroupRows, shared.full(stage));
   };
   Ring<shared.kStages> ring;
-  const Tile<N> first(arguments, blockIdx.x);
+  Tiles<N> tiles;
+  Tile tile;
+  tiles.next(arguments, tile);
   const int steps = arguments.inputs / kStep, early = min(steps, shared.kStages);
-  for (int i = 0; i < early; ++i) load_weights(first, i, i);
+  for (int i = 0; i < early; ++i) load_weights(tile, i, i);
   cudaGridDependencySynchronize();
-  for (int i = 0; i < early; ++i, ring.advance()) load_rows(first, i, i);
+  for (int i = 0; i < early; ++i, ring.advance()) load_rows(tile, i, i);
   int begin = early;
-  for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, begin = 0) {
-    const Tile<N> tile(arguments, index);
+  do {
     for (int step = begin; step < steps; ++step, ring.advance()) {
       barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
       load_weights(tile, step, ring.stage);
       load_rows(tile, step, ring.stage);
     }
-  }
+    begin = 0;
+  } while (tiles.next(arguments, tile));
 }
 
 template <int N>
 __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N> shared) {
   const int group = threadIdx.x / 128 - 1, steps = arguments.inputs / kStep;
   __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(arguments.out);
-  const auto finish = [&](const float (&sum)[N / 2], const Tile<N>& tile, int half) {
+  const auto finish = [&](const float (&sum)[N / 2], const Tile& tile, int half) {
     store<N, true>(sum, Place(arguments, tile.row + half * kGroupRows, tile.column), out);
   };
   Ring<shared.kStages> ring;
   skip(ring, group * steps);
   if (group == 1) named_arrive(turn_of(0));
   cudaGridDependencySynchronize();
-  for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kTurnConsumers * gridDim.x) {
-    const Tile<N> tile(arguments, index);
-    const bool more = index + gridDim.x < arguments.tiles;
+  Tiles<N> tiles;
+  Tile tile, others;
+  bool mine = tiles.next(arguments, tile);
+  if (group == 1) mine = tiles.next(arguments, tile);
+  while (mine) {
+    const bool more = tiles.next(arguments, others);
     float sum[kHalves][N / 2];
     if (tile.halves == kHalves) {
       multiply_in_turn<kHalves>(sum, shared, ring, steps, group, more);
@@ -110,6 +121,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N> sh
     }
     finish(sum[0], tile, 0);
     skip(ring, steps);
+    mine = tiles.next(arguments, tile);
   }
 }
 
@@ -130,23 +142,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// A multiprocessor takes tiles in turn: the first one those of the most cycles.
 template <int N>
 int64_t count_cycles(const PrefillLinearParams& params, int multiprocessors) {
-  const Cut cut(params, N, multiprocessors);
+  const Counts counts(params, N);
   const auto rounds = [&](int64_t tiles) { return (tiles + multiprocessors - 1) / multiprocessors; };
-  const int64_t whole = rounds(cut.whole), halves = rounds(cut.tiles) - whole;
-  return params.inputs / kStep * (whole * stage_cycles(kHalves, N) + halves * stage_cycles(1, N)) + kTileCycles;
+  const int64_t stage = rounds(counts.whole) * stage_cycles(kHalves, N) + rounds(counts.halves) * stage_cycles(1, N);
+  return params.inputs / kStep * stage + kTileCycles;
 }
 
 template <int N>
 MossStatus launch(const PrefillLinearParams& params, int multiprocessors) {
-  const Cut cut(params, N, multiprocessors);
-  MossStatus status = check_range(kOp, "tiles", cut.tiles, 1, kMostRows);
+  const Counts counts(params, N);
+  const int64_t most = std::max(counts.whole, counts.halves);
+  MossStatus status = check_range(kOp, "tiles", most, 1, kMostRows);
   Arguments arguments = {};
   static_cast<PrefillLinearParams&>(arguments) = params;
-  arguments.pairs = static_cast<int>(cut.pairs), arguments.pair_tiles = static_cast<int>(cut.pair_tiles);
-  arguments.whole = static_cast<int>(cut.whole), arguments.tiles = static_cast<int>(cut.tiles);
+  arguments.pairs = static_cast<int>(counts.pairs);
+  arguments.whole = static_cast<int>(counts.whole), arguments.halves = static_cast<int>(counts.halves);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, kGroupRows);
   if (status == MOSS_OK) status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, N);
   const auto kernel = prefill_linear_pingpong_kernel<N>;
@@ -154,7 +166,7 @@ MossStatus launch(const PrefillLinearParams& params, int multiprocessors) {
     status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory<N>::kBytes),
                         kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
-  const dim3 grid(arguments.tiles < multiprocessors ? arguments.tiles : multiprocessors);
+  const dim3 grid(std::min<int64_t>(most, multiprocessors));
   return launch_kernel(kOp, kernel, arguments, grid, dim3(kThreads), Memory<N>::kBytes);
 }
 
