@@ -81,28 +81,32 @@ __device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Pla
     }
 }
 
-// The stream's values of a tile, to and from float.
+// The stream's values of a tile, in the way in which `store` gives sums away; all loads are on their way together.
 template <int N>
 __device__ __forceinline__ void load_stream(float (&total)[N / 2], const Place& place, const bf16* stream) {
+  uint4 words[2][(N / 8 + 3) / 4];
 #pragma unroll
-  for (int block = 0; block < N / 8; ++block)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t pair = 0;
-      if (place.inside(block, half)) pair = *reinterpret_cast<const uint32_t*>(stream + place.offset(block, half));
-      const float2 wide = unpack_bf16(pair);
-      total[4 * block + 2 * half] = wide.x, total[4 * block + 2 * half + 1] = wide.y;
+    for (int block = 0; block < N / 8; block += 4) {
+      const int mine = block + place.quarter, column = place.column + 8 * mine;
+      const int64_t row = place.row + 8 * half;
+      const bool inside = mine < N / 8 && row < place.rows && column < place.outputs;
+      words[half][block / 4] = {};
+      if (inside) words[half][block / 4] = *reinterpret_cast<const uint4*>(stream + row * place.outputs + column);
     }
-}
-
-template <int N>
-__device__ __forceinline__ void store_stream(const float (&total)[N / 2], const Place& place, bf16* stream) {
 #pragma unroll
-  for (int block = 0; block < N / 8; ++block)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = pack_bf16(total[4 * block + 2 * half], total[4 * block + 2 * half + 1]);
-      if (place.inside(block, half)) *reinterpret_cast<uint32_t*>(stream + place.offset(block, half)) = pair;
+    for (int block = 0; block < N / 8; block += 4) {
+      const uint4 mine = words[half][block / 4];
+      uint32_t pairs[4] = {mine.x, mine.y, mine.z, mine.w};
+      transpose_quad(pairs);
+#pragma unroll
+      for (int i = 0; i < 4 && block + i < N / 8; ++i) {
+        const float2 wide = unpack_bf16(pairs[i]);
+        total[4 * (block + i) + 2 * half] = wide.x, total[4 * (block + i) + 2 * half + 1] = wide.y;
+      }
     }
 }
 
@@ -126,7 +130,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CO
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] += sum[i];
       }
-      store_stream<N>(total, place, out);
+      store<N, false>(total, place, out);
     } else {
       multiply(sum, shared, ring, arguments.steps, group, wanted);
       if constexpr (MODE == MOSS_LINEAR_PARTIAL)
