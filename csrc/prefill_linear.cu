@@ -7,10 +7,10 @@
 
 #include <limits>
 
-#include "checks.h"
-#include "device/prefill_store.cuh"
+#include "device/linear_store.cuh"
 #include "device/tile_product.cuh"
 #include "launch.h"
+#include "linear_checks.h"
 #include "prefill_linear.h"
 #include "tensor_map.h"
 
@@ -68,17 +68,6 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CO
       load_rows(tile.row, step, ring.stage);
     }
   }
-}
-
-template <int N>
-__device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Place& place, float* out) {
-#pragma unroll
-  for (int block = 0; block < N / 8; ++block)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 pair = {sum[4 * block + 2 * half], sum[4 * block + 2 * half + 1]};
-      if (place.inside(block, half)) *reinterpret_cast<float2*>(out + place.offset(block, half)) = pair;
-    }
 }
 
 // The stream's values of a tile, in the way in which `store` gives sums away; all loads are on their way together.
@@ -239,23 +228,6 @@ MossStatus dispatch(const PrefillLinearParams& params) {
   return best->launch(params, multiprocessors);
 }
 
-MossStatus check(const PrefillLinearParams& params) {
-  MossStatus status = check_range(kOp, "mode", params.mode, MOSS_LINEAR_WHOLE, MOSS_LINEAR_ADD);
-  if (status == MOSS_OK) status = check_range(kOp, "rows", params.rows, 0, kMostRows);
-  const bool sliced = params.mode == MOSS_LINEAR_PARTIAL || params.mode == MOSS_LINEAR_ADD;
-  if (status == MOSS_OK) status = check_range(kOp, "slices", params.slices, 1, sliced ? 64 : 1);
-  if (status == MOSS_OK) status = check_range(kOp, "outputs", params.outputs, 16, kMostRows);
-  if (status == MOSS_OK) status = check_at_least(kOp, "inputs", params.inputs, kStep);
-  if (status == MOSS_OK && (params.outputs % 16 != 0 || params.inputs % (params.slices * kStep) != 0))
-    status = set_error(MOSS_ERROR_INVALID_ARGUMENT,
-                       "`%s`: `outputs` must be a multiple of 16 and `inputs` of %d, got %d and %d", kOp,
-                       params.slices * kStep, params.outputs, params.inputs);
-  if (status == MOSS_OK) status = check_pointer(kOp, "x", params.x, 16);
-  if (status == MOSS_OK) status = check_pointer(kOp, "weight", params.weight, 16);
-  if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 16);
-  return status;
-}
-
 }  // namespace
 }  // namespace moss
 
@@ -263,6 +235,6 @@ extern "C" MossStatus moss_prefill_linear(const PrefillLinearParams* params) {
   using namespace moss;
   MossStatus status = check_params(kOp, params);
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
-  if (status == MOSS_OK) status = check(*params);
+  if (status == MOSS_OK) status = check_linear(kOp, *params, MOSS_LINEAR_ADD, kMostRows);
   return status == MOSS_OK ? dispatch(*params) : status;
 }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "checks.h"
-#include "device/prefill_store.cuh"
+#include "device/linear_store.cuh"
 #include "device/tile_turns.cuh"
 #include "launch.h"
 #include "prefill_linear.h"

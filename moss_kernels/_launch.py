@@ -15,8 +15,8 @@ enabled = _SWITCH[_value]
 def dependent_launch(device: torch.device, *, default: bool = False) -> bool:
     """Whether to launch that way on a device.
 
-    The kernel then waits ahead of its first access to what others write or read; one that ended without waiting would
-    let a third kernel run beside the first.
+    The kernel then waits ahead of its first access to what others write or read. It waits in any case: one that ended
+    without waiting would end the wait of a third kernel while the first still runs.
 
     Args:
         device: of the launch.

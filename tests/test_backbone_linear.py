@@ -1,11 +1,13 @@
 """backbone_linear: plain linears, and every implementation, tile and number of rows against them."""
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moss_kernels import _launch
-from moss_kernels.backbone_linear import backbone_linear, interleave, split_count, tiles, triton_kernel
+from moss_kernels import _launch, _library
+from moss_kernels.backbone_linear import backbone_linear, cuda_kernel, interleave, split_count, tiles, triton_kernel
 from moss_kernels.backbone_linear.tiles import Tile
 from moss_kernels.testing.compare import require_equal, require_same_replays
 
@@ -13,7 +15,10 @@ KINDS = ["whole", "gate_up", "partial"]
 # Of the full-size backbone: q, k, v; gate and up; the attention's output; the MLP's output.
 FULL = {"qkv": ("whole", 6144, 2560), "gate_up": ("gate_up", 19456, 2560), "o": ("partial", 2560, 4096)}
 FULL |= {"down": ("partial", 2560, 9728)}
+# And what fills no tile of CUDA C++, in one slice or several.
+UNEVEN = {"few_qkv": ("whole", 80, 64), "few_gate_up": ("gate_up", 176, 192), "few_o": ("partial", 272, 1024)}
 BATCHES = [1, 2, 3, 7, 16, 33, 64, 128]
+RUNS = {"cuda": cuda_kernel.backbone_linear_cuda, "triton": triton_kernel.backbone_linear_triton}
 
 
 def make_arguments(kind, batch, n, k, *, splits=2, dtype=torch.float32, device="cpu"):
@@ -119,6 +124,40 @@ def test_tiles_fit_their_slices_and_have_no_last_wave(dtype):
     assert not tiles.tile_for(1, 2560, 2440, torch.bfloat16).copy_engine
 
 
+def test_what_the_cuda_kernel_takes():
+    def takes(batch, n, k, *, splits=1, dtype=torch.bfloat16):
+        x, weight, _, out = make_arguments("partial", batch, n, k, splits=splits, dtype=dtype)
+        return cuda_kernel.takes(x, weight, out)
+
+    assert takes(128, 48, 64) and takes(1, 16, 256, splits=4)
+    # Rows, outputs, columns, columns of a slice, dtype.
+    assert not (takes(129, 48, 64) or takes(1, 40, 64) or takes(1, 48, 96) or takes(1, 48, 128, splits=4))
+    assert not takes(1, 48, 64, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("struct_size", 8, "`struct_size` must be .*, got 8"),
+        ("mode", 3, r"`mode` must be 0 \.\. 2, got 3"),
+        ("rows", 129, r"`rows` must be 0 \.\. 128, got 129"),
+        ("outputs", 8, "`outputs` must be .*, got 8"),
+        ("inputs", 128, "`inputs` of 192, got 48 and 128"),
+        ("slices", 65, r"`slices` must be 1 \.\. 64, got 65"),
+        ("x", None, "`x` must not be null"),
+        ("weight", 0x1008, "`weight` must be aligned to 16 bytes, got 0x1008"),
+        ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),
+    ],
+)
+def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
+    values = {"mode": 2, "rows": 1, "outputs": 48, "inputs": 192, "slices": 3}
+    values |= {"x": 0x1000, "weight": 0x1000, "out": 0x1000}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.BackboneLinearParams), "abi_version": _library.ABI_VERSION}
+    params = cuda_kernel.BackboneLinearParams(**header | values | {field: value})
+    with pytest.raises(ValueError, match=f"`backbone_linear`: .*{message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
+
+
 def errors(actual, exact):
     return (actual.double() - exact).square().mean().sqrt().item()
 
@@ -126,27 +165,37 @@ def errors(actual, exact):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_bf16_is_as_close_as_the_eager_linear(name, batch):
+@pytest.mark.parametrize("implementation", RUNS)
+def test_bf16_is_as_close_as_the_eager_linear(name, batch, implementation):
     kind, n, k = FULL[name]
     arguments = make_arguments(kind, batch, n, k, splits=4, dtype=torch.bfloat16, device="cuda")
     x, weight, gate_up, out = arguments
     exact = result(x.double(), weight.double(), gate_up, out)
-    triton_kernel.backbone_linear_triton(*arguments)
+    RUNS[implementation](*arguments)
     assert errors(total(out), exact) <= 1.25 * errors(result(*arguments), exact)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FULL)
-def test_rows_do_not_depend_on_the_batch(name):
-    """A row alone, in every number of rows and every place: the same bits, so every tile of the table sums alike."""
-    kind, n, k = FULL[name]
+@pytest.mark.parametrize("name", [*FULL, *UNEVEN])
+def test_rows_do_not_depend_on_the_batch_or_the_implementation(name):
+    """A row alone, in every number of rows and every place: the same bits, so every tile sums alike."""
+    kind, n, k = (FULL | UNEVEN)[name]
     x, weight, gate_up, out = make_arguments(kind, 128, n, k, splits=4, dtype=torch.bfloat16, device="cuda")
     triton_kernel.backbone_linear_triton(x, weight, gate_up, out)
-    for batch in (*BATCHES, 200):
+    for batch in (*BATCHES, 63, 65, 96, 121, 200):
         index = torch.randperm(128, device="cuda").repeat(2)[:batch]
-        part = torch.full((*out.shape[:-2], batch, out.shape[-1]), torch.nan, dtype=out.dtype, device="cuda")
-        triton_kernel.backbone_linear_triton(x[index], weight, gate_up, part)
-        require_equal(f"out of {batch} rows", part, out[..., index, :])
+        for implementation, run in RUNS.items():
+            if implementation == "cuda" and batch > cuda_kernel.MAX_ROWS:
+                continue
+            part = torch.full((*out.shape[:-2], batch, out.shape[-1]), torch.nan, dtype=out.dtype, device="cuda")
+            run(x[index], weight, gate_up, part)
+            require_equal(f"out of {batch} rows, {implementation}", part, out[..., index, :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_no_error(kind):
+    cuda_kernel.backbone_linear_cuda(*make_arguments(kind, 0, 48, 128, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -164,16 +213,18 @@ def test_uneven_shapes_on_the_gpu(kind, batch, n, k, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dependent", [False, True])
-def test_replay_of_a_chain_equals_eager(dependent, monkeypatch):
+@pytest.mark.parametrize("batch", [33, 128])
+@pytest.mark.parametrize("implementation", RUNS)
+def test_replay_of_a_chain_equals_eager(dependent, batch, implementation, monkeypatch):
     """Kernels that may start early still wait for the one before: products of products, many times."""
     monkeypatch.setattr(_launch, "enabled", dependent)
-    x, weight, _, out = make_arguments("whole", 33, 2560, 2560, dtype=torch.bfloat16, device="cuda")
-    start = x.clone()
+    x, weight, _, out = make_arguments("whole", batch, 2560, 2560, dtype=torch.bfloat16, device="cuda")
+    start, run = x.clone(), RUNS[implementation]
 
     def chain():
         x.copy_(start)
         for _ in range(10):
-            backbone_linear(x, weight, out)
-            backbone_linear(out, weight, x)
+            run(x, weight, False, out)
+            run(out, weight, False, x)
 
     require_same_replays(chain, x)

@@ -35,8 +35,6 @@ PARAMETER_LOADS = {
     "layer_norm_kernel": lambda sizes: 2 * triton.cdiv(sizes["K"], sizes["BLOCK_K"]),
     "rms_norm_kernel": lambda sizes: 1,
 }
-# Between two of these a third would start beside the first.
-TRIGGER_AFTER_WAIT = ("backbone_linear_kernel", "rms_norm_kernel")
 
 
 def accesses_before_wait(ptx: str) -> list[str]:
@@ -69,11 +67,12 @@ def test_nothing_is_touched_before_the_wait(name):
         early = accesses_before_wait(ptx)
         allowed = PARAMETER_LOADS[name](constexprs) if name in PARAMETER_LOADS else 0
         assert len(early) == allowed and all("ld.global" in access for access in early), (constexprs, early)
-        if name in TRIGGER_AFTER_WAIT:
-            assert "launch_dependents" in ptx.split("griddepcontrol.wait")[1], constexprs
-            assert "launch_dependents" not in ptx.split("griddepcontrol.wait")[0], constexprs
+        ahead, behind = ptx.split("griddepcontrol.wait")
+        if name == "backbone_linear_kernel":  # between two of these a third would start beside the first
+            assert "launch_dependents" in behind and "launch_dependents" not in ahead, constexprs
         if name == "rms_norm_kernel":
-            assert "ld.global" not in ptx.split("griddepcontrol.launch_dependents")[1], constexprs
+            loads, sums = behind.split("griddepcontrol.launch_dependents")
+            assert "launch_dependents" in ahead and "ld.global" in loads and "ld.global" not in sums, constexprs
 
 
 def test_the_start_of_a_chunk_is_no_part_of_it():

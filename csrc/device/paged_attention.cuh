@@ -470,6 +470,8 @@ __device__ __forceinline__ bool arrives_last(Shared& shared, int32_t* counter, i
 template <typename Wait>
 __device__ __forceinline__ void attend(const PagedAttentionParams& params, Shared& shared, unsigned thread, int head,
                                        int64_t batch_row, int part, int parts_log2, Wait&& wait) {
+  // The next kernel starts when all blocks have: it takes the place of none that has to read.
+  launch_dependents();
   const int warp = thread / 32, lane = thread % 32;
   const int queries = params.group;
   const int64_t row_head = batch_row * params.kv_heads + head;
@@ -511,8 +513,6 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& params, Share
 
   const Partials partials = {params.partials + row_head * kMaxSplits * queries * (kHeadDim + 2), queries};
   attend_splits(shared, pages, walk, partials, params.scale, thread);
-  // Not earlier: blocks that wait would take the place of those that still have to read.
-  launch_dependents();
   const bool alone = walk.parts() == 1;
   if (!alone && !arrives_last(shared, params.arrived + row_head, walk.parts(), thread)) return;
   if (warp >= queries) return;

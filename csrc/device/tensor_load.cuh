@@ -6,6 +6,11 @@
 
 namespace moss {
 
+// A hint that the map is needed soon.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // `column`, `row`: where the box begins. Completes on `barrier`.
 __device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
                                             uint32_t barrier) {

@@ -324,8 +324,8 @@ typedef struct PagedAttentionParams {
   int32_t pool_rows;    /* S+1 */
   int32_t parts;        /* blocks for each row and key head: 1, 2, 4, 8 or 16, with the same results; 0: by the batch */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads);
-                               MOSS_DEPENDENT_EARLY: it reads all but `qkv` before it waits; the kernel ahead writes
-                               nothing of it, and waits for those before it */
+                               MOSS_DEPENDENT_EARLY: it reads all but `qkv` before it waits; no kernel that may still
+                               run writes them */
   float eps;                /* of the norms */
   float scale;              /* of the scores, times log2 e */
   const void* qkv;          /* [B, (H*G + 2*H)*D] queries, keys, values; aligned to 16 bytes */
@@ -439,6 +439,29 @@ typedef struct PrefillLinearParams {
 
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_prefill_linear(const PrefillLinearParams* params);
+
+/* ---- backbone_linear ------------------------------------------------------------------------------------------- */
+
+/* x @ weight^T for few rows, in the time of streaming the weights. The sum over a slice runs in an order of its own length
+ * alone: a row's result is bitwise the same whatever the number of rows, and that of moss_prefill_linear. */
+typedef struct BackboneLinearParams {
+  uint32_t struct_size;   /* sizeof(BackboneLinearParams) */
+  uint32_t abi_version;   /* MOSS_ABI_VERSION */
+  PrefillLinearMode mode; /* all but MOSS_LINEAR_ADD */
+  int32_t rows;           /* M, 0 .. 128 */
+  int32_t outputs;        /* N, a multiple of 16, at most 2^30 */
+  int32_t inputs;         /* K, a multiple of 64 * slices */
+  int32_t slices;         /* S, 1 .. 64; 1 unless PARTIAL */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait the kernel reads
+                               `weight` alone) */
+  const void* x;          /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
+  const void* weight;     /* [N, K] bf16 contiguous */
+  void* out;              /* written, see PrefillLinearMode */
+  void* stream;           /* cudaStream_t */
+} BackboneLinearParams;
+
+/* Errors: as moss_sample_codebook. */
+MOSS_API MossStatus moss_backbone_linear(const BackboneLinearParams* params);
 
 /* ---- ring_attention -------------------------------------------------------------------------------------------- */
 

@@ -54,6 +54,27 @@ void test_prefill_linear() {
   check_accepted(moss_prefill_linear, params);
 }
 
+void test_backbone_linear() {
+  auto params = with_header<BackboneLinearParams>();
+  CHECK(moss_backbone_linear(&params) == MOSS_OK);
+  params.mode = MOSS_LINEAR_PARTIAL;
+  params.rows = 128;
+  params.outputs = 48;
+  params.inputs = 256;
+  params.slices = 2;
+  params.x = params.weight = params.out = memory;
+  test_header("`backbone_linear`", moss_backbone_linear, params);
+  const auto refused = [&](const char* part, auto spoil) {
+    check_refused("`backbone_linear`", moss_backbone_linear, params, part, spoil);
+  };
+  refused("`mode` must be 0 .. 2, got 3", [](auto& spoiled) { spoiled.mode = MOSS_LINEAR_ADD; });
+  refused("`rows` must be 0 .. 128, got 129", [](auto& spoiled) { spoiled.rows = 129; });
+  refused("`inputs` of 128, got 48 and 192", [](auto& spoiled) { spoiled.inputs = 192; });
+  refused("`slices` must be 1 .. 1, got 2", [](auto& spoiled) { spoiled.mode = MOSS_LINEAR_WHOLE; });
+  refused("`x` must be aligned to 16", [](auto& spoiled) { spoiled.x = aligned<void>(8); });
+  check_accepted(moss_backbone_linear, params);
+}
+
 void test_codec_linear() {
   auto params = with_header<CodecLinearParams>();
   CHECK(moss_codec_linear(&params) == MOSS_OK);
@@ -202,6 +223,7 @@ void test_local_frame_pack() {
 
 int main() {
   test_prefill_linear();
+  test_backbone_linear();
   test_codec_linear();
   test_ring_attention();
   test_local_frame_decode();

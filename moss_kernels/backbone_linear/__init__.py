@@ -4,6 +4,7 @@ import torch
 
 from moss_kernels import _checks, _library
 
+from . import cuda_kernel
 from .reference import backbone_linear_reference
 
 __all__ = ["backbone_linear", "backbone_linear_reference", "interleave", "split_count"]
@@ -12,6 +13,8 @@ _OP = "backbone_linear"
 # Outputs from which tiles of the weights alone keep a large GPU busy, and the part of K that a split takes at least.
 _ENOUGH_OUTPUTS = 6000
 _LEAST_SLICE = 512
+# From how many rows on CUDA C++ is faster than Triton; both sum in the same order.
+_CUDA_ROWS = 17
 
 
 def split_count(n: int, k: int) -> int:
@@ -58,7 +61,14 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    if _library.backend_for(_OP, ("triton", "reference"), arguments[0].device) == "triton":
+    x, weight, _, out = arguments
+    backends = ("triton", "reference")
+    if cuda_kernel.takes(x, weight, out):
+        backends = ("cuda", *backends) if len(x) >= _CUDA_ROWS else ("triton", "cuda", "reference")
+    backend = _library.backend_for(_OP, backends, x.device)
+    if backend == "cuda":
+        implementation = cuda_kernel.backbone_linear_cuda
+    elif backend == "triton":
         from .triton_kernel import backbone_linear_triton as implementation
     else:
         implementation = backbone_linear_reference
@@ -89,7 +99,8 @@ def backbone_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *,
     Raises:
         ValueError: A shape, layout or device is wrong; the message names the argument.
         TypeError: A dtype is wrong.
-        NotImplementedError: MOSS_BACKEND names an implementation that does not work on this device.
+        NotImplementedError: MOSS_BACKEND names an implementation that does not work here. CUDA C++ takes up to 128 rows
+            of bfloat16, N in multiples of 16 and slices of whole 64 columns.
 
     Graph-safe: yes.
     """

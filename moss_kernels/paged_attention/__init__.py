@@ -138,8 +138,8 @@ def paged_attention(
             `kv_append`. The new token is stored, and counts as key number positions[row_map[b]].
         out: [B, Hq*D], the dtype of `qkv`, written; 0 in inactive rows.
         scratch: for at least B rows.
-        settled: whether the kernel ahead in the stream writes none of the inputs but `qkv`, and waits for all kernels
-            before it. Then CUDA C++ may read them while that kernel still runs.
+        settled: whether `qkv` is the only input that a kernel writes that may still run: those ahead in the stream,
+            back to the last one without dependent launch. Then CUDA C++ may read the others at once.
 
     Raises:
         ValueError: A shape, layout or device is wrong; the message names the argument.

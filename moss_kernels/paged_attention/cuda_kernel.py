@@ -120,8 +120,7 @@ def make_params(
 def paged_attention_cuda(*arguments: object, settled: bool = False, parts: int = 0) -> None:
     """See `moss_kernels.paged_attention`; for what `takes` allows.
 
-    With dependent launch the kernel waits for the one before it ahead of its first read of anything that this one may
-    have written.
+    With dependent launch the kernel waits for those ahead of it before its first read of anything that they may write.
 
     Args:
         arguments: of the op, in its order, but for the last.

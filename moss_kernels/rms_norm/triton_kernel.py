@@ -28,14 +28,15 @@ def rms_norm_kernel(
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if DEPENDENT:
+        # The next linear's weights come while this kernel, and the one before, run.
+        gdc_launch_dependents()
         gdc_wait()
     x = tl.load(x_ptr + place, mask=inside, other=0.0)
     partials = ()
     for split in tl.static_range(SPLITS):
         partials += (tl.load(partials_ptr + split * split_stride.to(tl.int64) + place, mask=inside, other=0.0),)
     if DEPENDENT:
-        # Not ahead of the wait: the next kernel would start beside the one before this. Nor ahead of the loads: no load
-        # crosses it, and else the compiler loads and adds one slice after the other.
+        # Only because no load crosses it: else the compiler loads and adds one slice after the other.
         gdc_launch_dependents()
     if SPLITS > 0:
         total = x.to(tl.float32)

@@ -150,6 +150,7 @@ class BackboneStep:
             raise ValueError(f"`embeds` must have at most {self.max_batch} rows, got {batch}")
         x, normed = buffers.x[:batch], buffers.normed[:batch]
         qkv, attended, inner = buffers.qkv[:batch], buffers.attended[:batch], buffers.inner[:batch]
+        # Launched plainly: what the kernels below read while those ahead of them still run is written before this.
         x.copy_(embeds)
         rms_norm(x, None, self.layers[0].input_norm, eps, normed)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.backbone.norm.weight.detach()]

@@ -1,4 +1,4 @@
-// How prefill_linear's kernels give away the sums of a tile, laid out as wgmma.cuh says.
+// How backbone_linear and prefill_linear give away the sums of a tile, laid out as wgmma.cuh says.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -6,7 +6,6 @@
 
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
-#include "moss_kernels.h"
 
 namespace moss {
 
@@ -23,7 +22,8 @@ struct Place {
   int outputs, column, quarter;
   int64_t row;
 
-  __device__ __forceinline__ Place(const PrefillLinearParams& params, int first_row, int first_column)
+  template <typename Params>
+  __device__ __forceinline__ Place(const Params& params, int first_row, int first_column)
       : rows(params.rows), outputs(params.outputs), column(first_column), quarter(threadIdx.x % 4) {
     row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
@@ -71,6 +71,18 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& pl
       }
     }
   }
+}
+
+// The sums as they are, of a slice.
+template <int N>
+__device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Place& place, float* out) {
+#pragma unroll
+  for (int block = 0; block < N / 8; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = {sum[4 * block + 2 * half], sum[4 * block + 2 * half + 1]};
+      if (place.inside(block, half)) *reinterpret_cast<float2*>(out + place.offset(block, half)) = pair;
+    }
 }
 
 }  // namespace moss
