@@ -14,7 +14,8 @@ constexpr int kWideColumns = 96;  // tiles of so many outputs or more, not in sl
 MossStatus launch_clusters(const CodecLinearParams& params);
 MossStatus launch_tiles(const CodecLinearParams& params);
 
-// For those of launch_tiles whose tile has 128 rows and 128 or 192 columns, with more tiles than multiprocessors.
+// For those of launch_tiles whose tile has 128 rows and 96, 128, 144 or 192 columns, with more tiles than
+// multiprocessors.
 MossStatus launch_pingpong(const CodecLinearParams& params, int multiprocessors);
 
 }  // namespace moss

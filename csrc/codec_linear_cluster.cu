@@ -308,10 +308,11 @@ template <int COLUMNS, int SLICES, int GROUPS>
 constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, SLICES, launch<COLUMNS, SLICES, GROUPS>};
 
 constexpr Variant kVariants[] = {
-    kVariant<24, 1, 1>, kVariant<24, 1, 2>,  kVariant<48, 1, 1>,  kVariant<24, 2, 1>, kVariant<48, 2, 1>,
-    kVariant<24, 4, 1>, kVariant<48, 4, 1>,  kVariant<24, 4, 2>,  kVariant<48, 8, 1>, kVariant<96, 2, 2>,
-    kVariant<96, 4, 2>, kVariant<128, 4, 2>, kVariant<64, 4, 3>,  kVariant<64, 3, 3>, kVariant<64, 2, 3>,
-    kVariant<80, 2, 3>, kVariant<96, 2, 3>,  kVariant<160, 2, 2>,
+    kVariant<24, 1, 1>, kVariant<24, 2, 1>, kVariant<24, 4, 1>, kVariant<32, 1, 1>,  kVariant<40, 2, 1>,
+    kVariant<48, 1, 1>, kVariant<48, 2, 1>, kVariant<48, 4, 1>, kVariant<48, 8, 1>,  kVariant<72, 1, 2>,
+    kVariant<80, 1, 2>, kVariant<80, 2, 2>, kVariant<96, 4, 2>, kVariant<128, 4, 2>, kVariant<160, 2, 2>,
+    kVariant<48, 1, 3>, kVariant<48, 2, 3>, kVariant<48, 4, 3>, kVariant<64, 2, 3>,  kVariant<64, 4, 3>,
+    kVariant<80, 2, 3>,
 };
 
 }  // namespace

@@ -15,9 +15,8 @@ namespace {
 
 constexpr char kOp[] = "codec_linear";
 constexpr int kThreads = 128 * (1 + kTurnConsumers);
-constexpr int kPartColumns = 64;  // of 64 rows, that are finished at a time
-constexpr int kPartBytes = kGroupRows * kPartColumns * 2;
-constexpr int kRowBytes = kPartColumns * 2;
+// Columns of 64 rows that are finished at a time, of a tile of so many.
+constexpr int part_columns(int columns) { return columns % 64 ? 48 : 64; }
 
 using Arguments = TileArguments;
 
@@ -25,10 +24,16 @@ using Arguments = TileArguments;
 // hold the residual stream before. Each has two barriers: `ready` with the stream, or for what overwrites it, and
 // `finished` by the consumer's four warps.
 template <int N, int BUFFERS>
-struct Memory : Shared<N, kHalves, kTurnConsumers * BUFFERS * kPartBytes> {
+struct Memory : Shared<N, kHalves, kTurnConsumers * BUFFERS * kGroupRows * part_columns(N) * 2> {
+  static constexpr int kPartColumns = part_columns(N), kPitch = kPartColumns * 2, kPartBytes = kGroupRows * kPitch;
   using Base = Shared<N, kHalves, kTurnConsumers * BUFFERS * kPartBytes>;
   static constexpr int kBuffers = BUFFERS, kColumnParts = N / kPartColumns, kParts = kHalves * kColumnParts;
-  static_assert(kParts % kBuffers == 0);
+  static_assert(N % kPartColumns == 0 && kParts % kBuffers == 0);
+
+  // Of eight columns in a row of a part, with the swizzle of 64 columns.
+  static __device__ __forceinline__ int offset(int row, int eight) {
+    return row * kPitch + (kPartColumns == 64 ? eight ^ row % 8 : eight) * 16;
+  }
 
   __device__ __forceinline__ uint32_t part(int group, int buffer) const {
     return this->extra() + (group * kBuffers + buffer) * kPartBytes;
@@ -92,7 +97,7 @@ __device__ __forceinline__ void store(const Arguments& arguments, Memory<N, BUFF
   const int begin = blockIdx.x + group * gridDim.x, stride = kTurnConsumers * gridDim.x;
   const auto row_of = [&](const Tile<N>& tile, int part) { return tile.row + part / shared.kColumnParts * kGroupRows; };
   const auto column_of = [&](const Tile<N>& tile, int part) {
-    return tile.column + part % shared.kColumnParts * kPartColumns;
+    return tile.column + part % shared.kColumnParts * shared.kPartColumns;
   };
   const auto prepare = [&](int index, int part) {
     if (index >= arguments.tiles) return;
@@ -100,7 +105,7 @@ __device__ __forceinline__ void store(const Arguments& arguments, Memory<N, BUFF
     const uint32_t ready = shared.ready(group, buffer);
     if (FINISH != kResidual) return barrier_arrive(ready);
     const Tile<N> tile(arguments, index);
-    barrier_expect(ready, kPartBytes);
+    barrier_expect(ready, shared.kPartBytes);
     tensor_load(shared.part(group, buffer), arguments.out_map, column_of(tile, part), row_of(tile, part), ready);
   };
   cudaGridDependencySynchronize();
@@ -128,15 +133,18 @@ __device__ __forceinline__ void finish_parts(const float (&sum)[kHalves][N / 2],
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 8;
 #pragma unroll
   for (int part = 0; part < shared.kParts; ++part) {
-    const int buffer = part % shared.kBuffers, column = part % shared.kColumnParts * kPartColumns;
+    const int buffer = part % shared.kBuffers, column = part % shared.kColumnParts * shared.kPartColumns;
     barrier_wait(shared.ready(group, buffer), parity ^ (part / shared.kBuffers & 1));
+    const float* const own = sum[part / shared.kColumnParts] + column / 2;
+    const uint32_t place = shared.part(group, buffer);
+    constexpr int kQuads = shared.kPartColumns / 32;
 #pragma unroll
-    for (int quad = 0; quad < 2; ++quad) {
-      const int eight = (quad * 4 + lane / 8) ^ row % 8;  // of columns, with the swizzle
-      finish_quad<FINISH>(sum[part / shared.kColumnParts] + column / 2 + 16 * quad, arguments,
-                          first_column + column + 32 * quad, shared.part(group, buffer) + row * kRowBytes + eight * 16,
-                          8 * kRowBytes);
-    }
+    for (int quad = 0; quad < kQuads; ++quad)
+      finish_quad<FINISH>(own + 16 * quad, arguments, first_column + column + 32 * quad,
+                          place + shared.offset(row, quad * 4 + lane / 8), 8 * shared.kPitch);
+    if constexpr (shared.kPartColumns % 32)
+      finish_square<FINISH>(own + 16 * kQuads, arguments, first_column + column + 32 * kQuads,
+                            place + shared.offset(row + lane / 16 * 8, kQuads * 4 + lane / 8 % 2));
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.finished(group, buffer));
@@ -183,17 +191,26 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int N, int BUFFERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, BUFFERS>;
-  const TileShape shape = {Block::kRows, N, Block::kRows, kGroupRows, kPartColumns, kThreads, Block::kBytes};
-  return launch_tiled(kOp, params, multiprocessors, shape,
-                      {codec_linear_pingpong_kernel<N, BUFFERS, kStore>, codec_linear_pingpong_kernel<N, BUFFERS, kGelu>,
-                       codec_linear_pingpong_kernel<N, BUFFERS, kResidual>});
+  const TileShape shape = {Block::kRows, N, Block::kRows, kGroupRows, Block::kPartColumns, kThreads, Block::kBytes};
+  return launch_tiled(
+      kOp, params, multiprocessors, shape,
+      {codec_linear_pingpong_kernel<N, BUFFERS, kStore>, codec_linear_pingpong_kernel<N, BUFFERS, kGelu>,
+       codec_linear_pingpong_kernel<N, BUFFERS, kResidual>});
 }
 
 }  // namespace
 
 MossStatus launch_pingpong(const CodecLinearParams& params, int multiprocessors) {
-  const auto launch_tile = params.tile_columns == 192 ? launch<192, 3> : launch<128, 4>;
-  return launch_tile(params, multiprocessors);
+  switch (params.tile_columns) {
+    case 192:
+      return launch<192, 3>(params, multiprocessors);
+    case 144:
+      return launch<144, 3>(params, multiprocessors);
+    case 128:
+      return launch<128, 4>(params, multiprocessors);
+    default:
+      return launch<96, 4>(params, multiprocessors);
+  }
 }
 
 }  // namespace moss

@@ -18,12 +18,13 @@ constexpr char kOp[] = "codec_linear";
 using Arguments = TileArguments;
 
 // Shared memory: after the stages a tile of the output, which holds the residual stream before; of each consumer's rows
-// parts of kPart columns, with a swizzle as wide. Each consumer's rows have three barriers: `loaded` with the stream,
-// `finished` by its four warps, and `stored`, after which they may be written again.
+// parts of kPart columns, with a swizzle as wide where there is one. Each consumer's rows have three barriers: `loaded`
+// with the stream, `finished` by its four warps, and `stored`, after which they may be written again.
 template <int N, int CONSUMERS>
 struct Memory : Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2> {
   using Base = Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2>;
-  static constexpr int kPart = N % 64 == 0 ? 64 : 32, kPitch = kPart * 2;
+  static constexpr int kPart = N % 64 == 0 ? 64 : N % 32 == 0 ? 32 : N, kPitch = kPart * 2;
+  static constexpr bool kSwizzled = N % 32 == 0;
   static constexpr int kPartBytes = kGroupRows * kPitch, kGroupBytes = kGroupRows * N * 2;
   // Boxes of a stage's rows. Two leave out a half that lies beyond the matrix, for which the copy engine takes longer
   // than for the same within; three take longer than one.
@@ -35,7 +36,7 @@ struct Memory : Shared<N, CONSUMERS, kGroupRows * CONSUMERS * N * 2> {
   }
   // Of eight columns in a row of a part.
   static __device__ __forceinline__ int offset(int row, int eight) {
-    return row * kPitch + (eight ^ row * kPitch / 128 % (kPitch / 16)) * 16;
+    return row * kPitch + (kSwizzled ? eight ^ row * kPitch / 128 % (kPitch / 16) : eight) * 16;
   }
   __device__ __forceinline__ uint32_t loaded(int group) const { return this->full(Base::kStages + group); }
   __device__ __forceinline__ uint32_t stored(int group) const { return this->empty(Base::kStages + group); }
@@ -142,6 +143,9 @@ __device__ __forceinline__ void finish_sums(const float (&sum)[N / 2], const Arg
     finish_quad<FINISH>(sum + 16 * quad, arguments, first_column + 32 * quad,
                         shared.part(group, quad / kQuads) + shared.offset(row, quad % kQuads * 4 + lane / 8),
                         8 * shared.kPitch);
+  if constexpr (N % 32)
+    finish_square<FINISH>(sum + N / 32 * 16, arguments, first_column + N / 32 * 32,
+                          shared.part(group, 0) + shared.offset(row + lane / 16 * 8, N / 32 * 4 + lane / 8 % 2));
 }
 
 template <int N, int CONSUMERS, Finish FINISH>
@@ -188,9 +192,10 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 template <int N, int CONSUMERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, CONSUMERS>;
-  if (CONSUMERS == 2 && N % 64 == 0 && count_tiles(params, Block::kRows, N) > multiprocessors)
+  if (CONSUMERS == 2 && N != 160 && count_tiles(params, Block::kRows, N) > multiprocessors)
     return launch_pingpong(params, multiprocessors);
-  const TileShape shape = {Block::kRows, N, Block::kBoxRows, kGroupRows, Block::kPart, 128 * (1 + CONSUMERS), Block::kBytes};
+  const TileShape shape = {Block::kRows, N, Block::kBoxRows, kGroupRows, Block::kPart, 128 * (1 + CONSUMERS),
+                           Block::kBytes};
   return launch_tiled(kOp, params, multiprocessors, shape,
                       {codec_linear_tiles_kernel<N, CONSUMERS, kStore>, codec_linear_tiles_kernel<N, CONSUMERS, kGelu>,
                        codec_linear_tiles_kernel<N, CONSUMERS, kResidual>});
@@ -205,8 +210,8 @@ struct Variant {
 template <int N, int CONSUMERS>
 constexpr Variant kVariant = {kGroupRows * CONSUMERS, N, launch<N, CONSUMERS>};
 
-constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<128, 3>, kVariant<96, 3>,
-                                 kVariant<192, 2>, kVariant<160, 2>, kVariant<128, 2>};
+constexpr Variant kVariants[] = {kVariant<192, 3>, kVariant<96, 3>,  kVariant<192, 2>, kVariant<160, 2>,
+                                 kVariant<144, 2>, kVariant<128, 2>, kVariant<96, 2>};
 
 }  // namespace
 

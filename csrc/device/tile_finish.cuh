@@ -66,20 +66,27 @@ __device__ __forceinline__ void store_matrices(const uint32_t (&words)[4], uint3
                "r"(words[1]), "r"(words[2]), "r"(words[3]));
 }
 
+// The layer scales of the column pairs that a lane finishes, one of each eight columns.
+template <Finish FINISH, int COUNT>
+__device__ __forceinline__ void load_scales(uint32_t (&scale)[COUNT], const CodecLinearParams& params,
+                                            int first_column) {
+  if constexpr (FINISH == kResidual) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int column = first_column + 8 * i + 2 * (threadIdx.x % 4);
+      if (column < params.outputs)
+        scale[i] = *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(params.scale) + column);
+    }
+  }
+}
+
 // Finishes a warp's sums of 16 rows and 32 columns, 16 of each thread, in shared memory. `place`: where this lane's row
 // of four matrices lies in the first eight rows; `next`: bytes from there to the other eight.
 template <Finish FINISH>
 __device__ __forceinline__ void finish_quad(const float* sum, const CodecLinearParams& params, int first_column,
                                             uint32_t place, int next) {
   uint32_t scale[4] = {};
-  if constexpr (FINISH == kResidual) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = first_column + 8 * i + 2 * (threadIdx.x % 4);
-      if (column < params.outputs)
-        scale[i] = *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(params.scale) + column);
-    }
-  }
+  load_scales<FINISH>(scale, params, first_column);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t words[4] = {};
@@ -91,6 +98,22 @@ __device__ __forceinline__ void finish_quad(const float* sum, const CodecLinearP
     }
     store_matrices(words, place + half * next);
   }
+}
+
+// The same for 16 columns, 8 sums of each thread. `place`: of this lane's row of four matrices, two in the first eight
+// rows and two in the others.
+template <Finish FINISH>
+__device__ __forceinline__ void finish_square(const float* sum, const CodecLinearParams& params, int first_column,
+                                              uint32_t place) {
+  uint32_t scale[2] = {}, words[4] = {};
+  load_scales<FINISH>(scale, params, first_column);
+  if constexpr (FINISH == kResidual) load_matrices(words, place);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = sum + 4 * (i % 2) + i / 2 * 2;
+    words[i] = finish_pair<FINISH>({pair[0], pair[1]}, scale[i % 2], words[i]);
+  }
+  store_matrices(words, place);
 }
 
 }  // namespace moss

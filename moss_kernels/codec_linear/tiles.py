@@ -101,82 +101,94 @@ _FP32_TILES = (
 # several tiles, or there is nothing to overlap.
 _ENOUGH = {"stream": 88, "tile": 88, "persistent": 528}
 
-_CLUSTER_24 = CudaTile(64, 24, 1)
-_CLUSTER_24_TWICE = CudaTile(64, 24, 2)
-_CLUSTER_24_FOUR = CudaTile(64, 24, 4)
-_CLUSTER_48 = CudaTile(64, 48, 1)
-_CLUSTER_48_TWICE = CudaTile(64, 48, 2)
-_CLUSTER_128_24_FOUR = CudaTile(128, 24, 4)
-_CLUSTER_128_96_TWICE = CudaTile(128, 96, 2)
-_CLUSTER_192_64_TWICE = CudaTile(192, 64, 2)
-_CLUSTER_192_64_FOUR = CudaTile(192, 64, 4)
-_CLUSTER_192_80_TWICE = CudaTile(192, 80, 2)
-# Where these win, for weights [N, K]: from how many rows up to how many.
-_CLUSTERS: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
-    (2304, 768): ((33, 64, _CLUSTER_48_TWICE), (65, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
+_SMALL_24 = CudaTile(64, 24, 1)
+_SMALL_24_TWICE = CudaTile(64, 24, 2)
+_SMALL_24_FOUR = CudaTile(64, 24, 4)
+_SMALL_32 = CudaTile(64, 32, 1)
+_SMALL_40_TWICE = CudaTile(64, 40, 2)
+_SMALL_48 = CudaTile(64, 48, 1)
+_SMALL_48_FOUR = CudaTile(64, 48, 4)
+_MIDDLE_72 = CudaTile(128, 72, 1)
+_MIDDLE_96_FOUR = CudaTile(128, 96, 4)
+_LARGE_48 = CudaTile(192, 48, 1)
+_LARGE_64_TWICE = CudaTile(192, 64, 2)
+# Measured on an H200 in whole layers: from how many rows up to how many which tile, for weights [N, K].
+_MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+    (2304, 768): ((33, 256, _SMALL_48), (449, 512, _MIDDLE_72)),
     (768, 768): (
-        (33, 64, _CLUSTER_24_FOUR),
-        (65, 256, _CLUSTER_24_TWICE),
-        (449, 512, _CLUSTER_48),
-        (961, 1024, _CLUSTER_128_96_TWICE),
+        (33, 64, _SMALL_24_FOUR),
+        (65, 256, _SMALL_24_TWICE),
+        (257, 448, _SMALL_48),
+        (449, 640, _SMALL_32),
+        (641, 768, _SMALL_48),
+        (769, 1536, _MIDDLE_72),
     ),
-    (3072, 768): ((33, 128, _CLUSTER_24), (129, 256, _CLUSTER_48)),
+    (3072, 768): (
+        (33, 64, _SMALL_24),
+        (65, 128, _SMALL_32),
+        (129, 256, _SMALL_48),
+        (257, 384, _MIDDLE_72),
+        (1409, 1536, CudaTile(192, 96, 1)),
+    ),
     (768, 3072): (
-        (33, 64, _CLUSTER_24_FOUR),
-        (65, 128, CudaTile(64, 48, 4)),
-        (129, 256, _CLUSTER_24_TWICE),
-        (257, 384, _CLUSTER_192_64_FOUR),
-        (385, 576, CudaTile(192, 64, 3)),
-        (577, 960, _CLUSTER_192_64_TWICE),
-        (961, 1024, _CLUSTER_128_96_TWICE),
-        (1025, 1152, _CLUSTER_192_80_TWICE),
-        (1153, 1536, CudaTile(192, 96, 2)),
+        (33, 64, _SMALL_24_FOUR),
+        (65, 128, _SMALL_48_FOUR),
+        (129, 256, _SMALL_24_TWICE),
+        (257, 384, CudaTile(192, 64, 4)),
+        (385, 576, CudaTile(128, 80, 2)),
+        (577, 768, CudaTile(192, 48, 2)),
+        (769, 1536, _MIDDLE_72),
     ),
     (3840, 1280): (
-        (17, 32, _CLUSTER_48),
-        (33, 64, _CLUSTER_24),
-        (65, 128, _CLUSTER_48),
-        (129, 192, _CLUSTER_192_80_TWICE),
+        (17, 32, _SMALL_48),
+        (33, 64, _SMALL_24),
+        (65, 128, _SMALL_48),
+        (129, 192, _LARGE_48),
+        (193, 256, _MIDDLE_72),
     ),
     (1280, 1280): (
-        (17, 64, _CLUSTER_24_FOUR),
-        (65, 128, _CLUSTER_128_24_FOUR),
-        (129, 256, _CLUSTER_48_TWICE),
-        (257, 576, _CLUSTER_192_64_TWICE),
+        (17, 64, _SMALL_24_FOUR),
+        (65, 128, _SMALL_24_TWICE),
+        (129, 256, _SMALL_40_TWICE),
+        (257, 384, _SMALL_32),
+        (385, 576, _LARGE_64_TWICE),
     ),
     (5120, 1280): (
-        (17, 32, _CLUSTER_48_TWICE),
-        (33, 64, _CLUSTER_24),
-        (65, 128, CudaTile(128, 24, 1)),
-        (129, 192, _CLUSTER_192_80_TWICE),
+        (17, 32, CudaTile(64, 48, 2)),
+        (33, 64, _SMALL_40_TWICE),
+        (65, 128, CudaTile(128, 80, 2)),
+        (129, 160, CudaTile(128, 80, 1)),
+        (161, 192, _LARGE_48),
     ),
     (1280, 5120): (
         (17, 32, CudaTile(64, 48, 8)),
-        (33, 64, _CLUSTER_24_FOUR),
-        (65, 128, _CLUSTER_128_24_FOUR),
-        (129, 192, _CLUSTER_192_64_FOUR),
-        (193, 256, CudaTile(128, 96, 4)),
+        (33, 64, _SMALL_24_FOUR),
+        (65, 128, _SMALL_48_FOUR),
+        (129, 160, _MIDDLE_96_FOUR),
+        (161, 192, CudaTile(192, 48, 4)),
+        (193, 256, _MIDDLE_96_FOUR),
         (257, 384, CudaTile(128, 128, 4)),
-        (385, 576, _CLUSTER_192_64_TWICE),
-        (577, 768, _CLUSTER_192_80_TWICE),
+        (385, 576, _LARGE_64_TWICE),
+        (577, 768, CudaTile(192, 80, 2)),
         (769, 1024, CudaTile(128, 160, 2)),
     ),
 }
 
 # Tiles of so many columns or more, whose inputs are not shared, are those of the kernels for many rows.
 _WIDE_COLUMNS = 96
-_WIDE_SIZES = ((192, 192), (192, 128), (192, 96), (128, 192), (128, 160), (128, 128))
-_TWO_AT_A_TIME = ((128, 192), (128, 128))  # codec_linear_pingpong.cu, in blocks that take several
+_WIDE_SIZES = ((192, 192), (192, 96), (128, 192), (128, 160), (128, 144), (128, 128), (128, 96))
+# codec_linear_pingpong.cu, in blocks that take several
+_TWO_AT_A_TIME = ((128, 192), (128, 144), (128, 128), (128, 96))
 _WIDE = tuple(CudaTile(*size, 1) for size in _WIDE_SIZES)
 # From how many rows they win, for weights [N, K].
 _WIDE_LEAST_ROWS = {
-    (3840, 1280): 193,
+    (3840, 1280): 257,
     (1280, 1280): 577,
     (5120, 1280): 193,
     (1280, 5120): 1025,
-    (2304, 768): 1700,
-    (768, 768): 1400,
-    (3072, 768): 257,
+    (2304, 768): 257,
+    (768, 768): 1537,
+    (3072, 768): 385,
     (768, 3072): 1537,
 }
 _WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
@@ -189,10 +201,10 @@ def is_wide(tile: CudaTile) -> bool:
 
 def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
     """The tile of a CUDA C++ kernel for m rows of bfloat16 weights [n, k], if one is best."""
-    if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS:
-        return wide_tile(m, n, k)
-    choices = _CLUSTERS.get((n, k), ())
-    return next((tile for least, most, tile in choices if least <= m <= most), None)
+    for least, most, tile in _MEASURED_CUDA.get((n, k), ()):
+        if least <= m <= most:
+            return tile
+    return wide_tile(m, n, k) if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS else None
 
 
 @cache
@@ -216,7 +228,7 @@ def wide_tile(m: int, n: int, k: int) -> CudaTile:
 
 def cuda_tiles() -> tuple[CudaTile, ...]:
     """All in use."""
-    return (*dict.fromkeys(tile for choices in _CLUSTERS.values() for _, _, tile in choices), *_WIDE)
+    return tuple(dict.fromkeys((*(tile for choices in _MEASURED_CUDA.values() for _, _, tile in choices), *_WIDE)))
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:
