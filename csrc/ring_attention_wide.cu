@@ -400,11 +400,12 @@ struct Consumer {
   __device__ __forceinline__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(stage));
   }
-  // Releases stages unread. What is in them need not have come: only what was in them before must be released by all.
+  // Releases stages unread, each once it is full: a barrier does not tell a round from the one before the last, so that
+  // who had gone on past a stage that is not would find it full when it comes by again.
   __device__ __forceinline__ void skip(int count) {
 #pragma unroll 1
-    for (; count > 0; --count, ring.advance()) {
-      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+    for (int i = 0; i < count; ++i, ring.advance()) {
+      barrier_wait(shared.full(ring.stage), ring.parity);
       release(ring.stage);
     }
   }
