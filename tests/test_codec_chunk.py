@@ -148,6 +148,15 @@ def test_output_goes_where_it_is_wanted(stereo, golden):
     assert torch.equal(kept, before)  # the next step does not overwrite what was handed out
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_counts_of_any_dtype_go_in_several_steps(codec, codes, dtype):
+    expected = CodecChunk(codec, 2, max_batch=2, frames=(1, 4))(codes[:2, :9], [1, 0], [9, 3])
+    slots, valid = torch.tensor([[1, 0], [9, 3]], dtype=dtype)
+    for device in {torch.device("cpu"), codec.device}:
+        chunk = CodecChunk(codec, 2, max_batch=2, frames=(1, 4))
+        assert torch.equal(chunk(codes[:2, :9], slots.to(device), valid.to(device)), expected)
+
+
 def test_float32_residual_stream_around_bf16(golden):
     """With the toy's small gains a bf16 stream loses the branches; a float32 one keeps them."""
     recorded = golden("codec")

@@ -155,7 +155,11 @@ class CodecChunk:
         if out is None:
             out = torch.empty(rows, config.channels, frames * config.samples_per_frame, device=self.codec.device)
         on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (slots, valid))
-        slots, valid = (torch.as_tensor(x) if on_device else np.asarray(x) for x in (slots, valid))
+        # Signed, whatever they came as: counts fall below 0.
+        slots, valid = (
+            torch.as_tensor(x, dtype=torch.int32) if on_device else np.asarray(x, dtype=np.int32)
+            for x in (slots, valid)
+        )
         for start in range(0, frames if rows else 0, self.frames[-1]):
             part = codes[:, start : start + self.frames[-1]]
             audio = self._step(part, slots, (valid - start).clip(0, part.shape[1]))
