@@ -220,15 +220,15 @@ MossStatus launch_tiles(const CodecLinearParams& params) {
     return set_error(MOSS_ERROR_INVALID_ARGUMENT,
                      "`%s`: with a tile of %d outputs `out_dtype` must be bfloat16, and `gelu` 0 with `scale`", kOp,
                      params.tile_columns);
-  int device = 0, multiprocessors = 0;
-  MossStatus status = check_cuda(cudaGetDevice(&device), kOp, "cudaGetDevice");
-  if (status == MOSS_OK)
-    status = check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp,
-                        "cudaDeviceGetAttribute");
-  if (status != MOSS_OK) return status;
-  for (const Variant& variant : kVariants)
-    if (variant.rows == params.tile_rows && variant.columns == params.tile_columns && params.slices == 1)
-      return variant.launch(params, multiprocessors);
+  for (const Variant& variant : kVariants) {
+    if (variant.rows != params.tile_rows || variant.columns != params.tile_columns || params.slices != 1) continue;
+    int device = 0, multiprocessors = 0;
+    MossStatus status = check_cuda(cudaGetDevice(&device), kOp, "cudaGetDevice");
+    if (status == MOSS_OK)
+      status = check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp,
+                          "cudaDeviceGetAttribute");
+    return status == MOSS_OK ? variant.launch(params, multiprocessors) : status;
+  }
   return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: there is no tile of %d rows, %d outputs and %d slices", kOp,
                    params.tile_rows, params.tile_columns, params.slices);
 }

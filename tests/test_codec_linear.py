@@ -279,6 +279,19 @@ def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
         _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
 
 
+def test_the_library_has_a_kernel_for_each_tile(moss_library):
+    if torch.cuda.is_available():
+        pytest.skip("each is launched by other tests here")
+    fields = {"rows": 1, "outputs": 768, "x_dtype": 1, "out_dtype": 1, "dependent_launch": 1}
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.CodecLinearParams), "abi_version": _library.ABI_VERSION}
+    pointers = dict.fromkeys(("x", "weight", "out"), 0x1000)
+    for rows, columns, slices in cuda_tiles():
+        tile = {"tile_rows": rows, "tile_columns": columns, "slices": slices, "inputs": 64 * slices}
+        params = cuda_kernel.CodecLinearParams(**header, **fields, **pointers, **tile)
+        with pytest.raises(RuntimeError, match="failed with cu"):  # no device; a tile without a kernel: ValueError
+            _library.check_status(cuda_kernel._function()(ctypes.byref(params)))
+
+
 def test_weights_of_few_rows_are_asked_for_before_the_wait(moss_library):
     """In machine code, since the compiler may move loads: all of a thread's first batch, with the norm's."""
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(moss_library)]
