@@ -75,7 +75,7 @@ typedef struct MossDeviceInfo {
  */
 MOSS_API MossStatus moss_device_query(int32_t device, MossDeviceInfo* info);
 
-/* ---- sample_codebook ------------------------------------------------------------------------------------------- */
+/* ---- sample_codebook ---- */
 
 /* One draw per batch row. Sampling parameters lie in pool rows that `row_map` selects; greedy, seeded, penalised and
  * plain rows may be mixed in one call. The draw uses one Philox4x32-10 word, a function of (seed, frame, channel) alone,
@@ -114,7 +114,7 @@ typedef struct SampleCodebookParams {
  * code for this device), MOSS_ERROR_NO_DEVICE, MOSS_ERROR_CUDA. */
 MOSS_API MossStatus moss_sample_codebook(const SampleCodebookParams* params);
 
-/* ---- sample_head ------------------------------------------------------------------------------------------------ */
+/* ---- sample_head ---- */
 
 /* One draw per batch row as sample_codebook makes it from the logits hidden x weight^T, rounded to bfloat16, in one
  * launch that does not write them out. A logit's sum runs in an order that depends on nothing. */
@@ -137,7 +137,7 @@ typedef struct SampleHeadParams {
 /* Errors: as moss_sample_codebook; MOSS_ERROR_UNSUPPORTED also for another `inputs` or `vocab`. */
 MOSS_API MossStatus moss_sample_head(const SampleHeadParams* params);
 
-/* ---- embed_codes ----------------------------------------------------------------------------------------------- */
+/* ---- embed_codes ---- */
 
 /* The next input of the backbone: out[b] = embed_tokens[text_ids[b]] + audio_embeddings[0][codes[b][0]] + ... + the row of
  * codebook Q-1, added one after the other, each sum rounded to `dtype`. An id outside its table is never looked up and
@@ -166,7 +166,7 @@ typedef struct EmbedCodesParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_embed_codes(const EmbedCodesParams* params);
 
-/* ---- local_rope_attention -------------------------------------------------------------------------------------- */
+/* ---- local_rope_attention ---- */
 
 /* Attention of one position of the local transformer over positions 0 .. position of its own frame. The new q, k and v
  * come either from `qkv` (q and k are rotated here: interleaved RoPE, rounded to `dtype`) or, if `qkv` is null, from
@@ -203,7 +203,7 @@ typedef struct LocalRopeAttentionParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_local_rope_attention(const LocalRopeAttentionParams* params);
 
-/* ---- local_frame_decode ---------------------------------------------------------------------------------------- */
+/* ---- local_frame_decode ---- */
 
 /* The dimensions that the persistent kernel is built for. Each fixes hidden, inner, heads, head_dim and vocab:
  * MOSS_LOCAL_FULL: 2560, 9728, 32, 80, 1024 (MOSS-TTS-Local v1.5); MOSS_LOCAL_TINY: 256, 512, 4, 64, 128 (for checkers).
@@ -302,7 +302,7 @@ MOSS_API MossStatus moss_local_frame_decode(const LocalFrameDecodeParams* params
  * written. */
 MOSS_API MossStatus moss_local_qkv_table(const LocalFrameDecodeParams* decode, void* table);
 
-/* ---- paged_attention ------------------------------------------------------------------------------------------- */
+/* ---- paged_attention ---- */
 
 /* A value of `dependent_launch` below. */
 #define MOSS_DEPENDENT_EARLY 2
@@ -348,7 +348,7 @@ typedef struct PagedAttentionParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_paged_attention(const PagedAttentionParams* params);
 
-/* ---- ring_kv_write --------------------------------------------------------------------------------------------- */
+/* ---- ring_kv_write ---- */
 
 /* Stores the keys and values of a chunk of tokens in the rings of a codec layer. Keys are rotated here: interleaved RoPE
  * in fp32, rounded once. Token n of a stream goes to ring position n mod C; of more than C valid tokens the last C are
@@ -378,7 +378,7 @@ typedef struct RingKvWriteParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 
-/* ---- codec_linear ---------------------------------------------------------------------------------------------- */
+/* ---- codec_linear ---- */
 
 /* gelu(norm(x) @ weight^T) stored in `out`, or scale times the product added to `out`, for few rows; sums in fp32. The norm
  * is LayerNorm with eps 1e-5, GELU the exact one. Tensors are contiguous and bf16 where no dtype is given. */
@@ -408,7 +408,7 @@ typedef struct CodecLinearParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_codec_linear(const CodecLinearParams* params);
 
-/* ---- prefill_linear -------------------------------------------------------------------------------------------- */
+/* ---- prefill_linear ---- */
 
 typedef enum PrefillLinearMode {
   MOSS_LINEAR_WHOLE = 0,   /* out [M, N] bf16 = product */
@@ -440,7 +440,7 @@ typedef struct PrefillLinearParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_prefill_linear(const PrefillLinearParams* params);
 
-/* ---- backbone_linear ------------------------------------------------------------------------------------------- */
+/* ---- backbone_linear ---- */
 
 /* x @ weight^T for few rows, in the time of streaming the weights. The sum over a slice runs in an order of its own length
  * alone: a row's result is bitwise the same whatever the number of rows, and that of moss_prefill_linear. */
@@ -463,7 +463,7 @@ typedef struct BackboneLinearParams {
 /* Errors: as moss_sample_codebook. */
 MOSS_API MossStatus moss_backbone_linear(const BackboneLinearParams* params);
 
-/* ---- ring_attention -------------------------------------------------------------------------------------------- */
+/* ---- ring_attention ---- */
 
 /* Attention of a chunk over the ring of its slot and over itself, bf16 with fp32 sums: the query at position p sees
  * the keys max(0, p - window + 1) .. p. Queries and keys of the chunk are rotated here as by moss_ring_kv_write. The
