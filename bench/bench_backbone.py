@@ -110,7 +110,7 @@ class Bench:
             require_accurate(compute(weights[0]), exact(weights[0]), library(weights[0]))
 
         variants = [
-            harness.Variant("triton", partial(run, launch), partial(check, own)),
+            harness.Variant("cuda", partial(run, launch), partial(check, own)),
             harness.Variant("torch_graph", partial(run, library), partial(check, library)),
         ]
         numbers = n * k + x.numel() + batch * n

@@ -130,9 +130,9 @@ def test_what_the_cuda_kernel_takes():
         return cuda_kernel.takes(x, weight, out)
 
     assert takes(128, 48, 64) and takes(1, 16, 256, splits=4)
-    # Rows, outputs, columns, columns of a slice, dtype.
+    # Rows, outputs, columns, columns of a slice, slices, no outputs, dtype.
     assert not (takes(129, 48, 64) or takes(1, 40, 64) or takes(1, 48, 96) or takes(1, 48, 128, splits=4))
-    assert not takes(1, 48, 64, dtype=torch.float32)
+    assert not (takes(1, 48, 65 * 64, splits=65) or takes(1, 0, 64) or takes(1, 48, 64, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(

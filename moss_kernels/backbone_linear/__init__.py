@@ -13,8 +13,6 @@ _OP = "backbone_linear"
 # Outputs from which tiles of the weights alone keep a large GPU busy, and the part of K that a split takes at least.
 _ENOUGH_OUTPUTS = 6000
 _LEAST_SLICE = 512
-# From how many rows on CUDA C++ is faster than Triton; both sum in the same order.
-_CUDA_ROWS = 17
 
 
 def split_count(n: int, k: int) -> int:
@@ -62,9 +60,7 @@ def _run_cpu(*arguments: object) -> None:
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
     x, weight, _, out = arguments
-    backends = ("triton", "reference")
-    if cuda_kernel.takes(x, weight, out):
-        backends = ("cuda", *backends) if len(x) >= _CUDA_ROWS else ("triton", "cuda", "reference")
+    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(x, weight, out) else ("triton", "reference")
     backend = _library.backend_for(_OP, backends, x.device)
     if backend == "cuda":
         implementation = cuda_kernel.backbone_linear_cuda

@@ -10,7 +10,7 @@ from moss_kernels._launch import dependent_launch
 
 # PrefillLinearMode.
 _WHOLE, _GATE_UP, _PARTIAL = range(3)
-_STEP, MAX_ROWS = 64, 128
+_STEP, _MAX_SLICES, MAX_ROWS = 64, 64, 128
 
 
 class BackboneLinearParams(ctypes.Structure):
@@ -34,8 +34,9 @@ class BackboneLinearParams(ctypes.Structure):
 
 def takes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether there is a kernel for these sizes and this dtype."""
-    n, k = weight.shape
-    return len(x) <= MAX_ROWS and x.dtype == torch.bfloat16 and n % 16 == 0 and k % (_STEP * _slices(out)) == 0
+    (n, k), slices = weight.shape, _slices(out)
+    fits = len(x) <= MAX_ROWS and slices <= _MAX_SLICES and n % 16 == 0 and k % (_STEP * slices) == 0
+    return fits and x.dtype == torch.bfloat16 and min(n, k) > 0
 
 
 def _slices(out: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Which tile of the output a program of `backbone_linear` takes: a table, so that nothing is tuned at run time.
+"""Which tile of the output a program of `backbone_linear` in Triton takes: a table; nothing is tuned at run time.
 
 The sum over a slice of K runs in steps of 16 in ascending order with every bfloat16 tile, so that the choice, which
 looks at the number of rows, cannot show in the result.
