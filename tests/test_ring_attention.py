@@ -113,7 +113,7 @@ def test_write_follows_the_attention(capacity):
     ("heads", "tokens"),
     [(2, tokens) for tokens in (1, 2, 15, 16, 17, 30, 32, 40, 256, 257, 480)]
     + [(heads, tokens) for heads in (40, 80) for tokens in (1, 15, 17, 32, 40)]
-    + [(60, 15), (100, 1), (100, 16)],
+    + [(60, 15), (100, 1), (100, 16), (140, 1), (140, 16)],
 )
 @pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33), (417, 417), (420, 418)])
 def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
@@ -156,9 +156,21 @@ def test_scores_of_any_size_on_the_gpu(moss_library, heads, scores):
     assert error(inputs.to("cuda").attend(ring_attention), exact) <= 2 * rounding
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "taken"),
+    [(5, 33, True), (33, 32, True), (33, 33, False), (24, 48, False), (24, 49, True), (33, 64, True), (34, 64, False),
+     (34, 65, True)],
+)  # fmt: skip
+def test_which_chunks_of_33_to_64_tokens_are_taken(batch, tokens, taken):
+    """Few rows, which clusters share, and one tile of queries that is nearly full, where blocks have few in turn."""
+    qkv = torch.empty(batch, tokens, 3 * 12 * 64, dtype=torch.bfloat16, device="meta")
+    ring = torch.empty(batch + 1, 12, 400, 64, dtype=torch.bfloat16, device="meta")
+    assert cuda_kernel.takes(qkv, ring, 400, False) == taken
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("capacity", "window"), [(400, 400), (70, 31), (13, 13)])
-@pytest.mark.parametrize(("heads", "tokens"), [(40, 480), (44, 257), (81, 120), (133, 66)])
+@pytest.mark.parametrize(("heads", "tokens"), [(40, 480), (44, 257), (81, 120), (133, 66), (66, 64), (20, 49)])
 def test_many_rows_of_long_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
     """So many that a block takes several tiles of queries or several heads, the last of them not all that it could, and
     one tile after the other."""

@@ -12,6 +12,8 @@ from moss_kernels._launch import dependent_launch
 HEAD_DIM = 64
 # Of chunks that clusters share: blocks that run at once, those of a cluster, and keys that a block sees.
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
+# Up to so many heads of all rows a chunk of 49 to 64 tokens is faster here than in Triton.
+_MAX_HEADS = 396
 _DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
 
 
@@ -46,7 +48,8 @@ class RingAttentionParams(ctypes.Structure):
 def takes(qkv: torch.Tensor, ring_k: torch.Tensor, window: int, chunk_in_ring: bool) -> bool:
     """Whether there is a kernel for these sizes and dtypes, and for 33 to 64 tokens whether it is the faster one."""
     batch, tokens, heads = *qkv.shape[:2], ring_k.shape[1]
-    faster = tokens <= 32 or tokens > 64 or _takes_clusters(batch, tokens, heads, window)
+    faster = tokens <= 32 or tokens > 64 or (tokens > 48 and batch * heads <= _MAX_HEADS)
+    faster = faster or _takes_clusters(batch, tokens, heads, window)
     return faster and ring_k.shape[3] == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
 
 
