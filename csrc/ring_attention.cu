@@ -271,12 +271,14 @@ MossStatus launch(const RingAttentionParams& params) {
 
 // Small blocks, several of them on a multiprocessor: while some wait for what depends on the slot, others read. Where
 // not all blocks run at once they are smaller still, so that more of them do; where few are, all have more on its way.
+// No more of them than all at once need, since that leaves a thread more registers.
 MossStatus dispatch(const RingAttentionParams& params) {
   const int64_t count = static_cast<int64_t>(params.batch) * params.heads;
   if (params.tokens > kTileQueries)
     return count <= 3 * kMultiprocessors ? launch<2, 4, 2, 1, 3>(params) : launch<2, 2, 2, 1, 6>(params);
   if (count <= 3 * kMultiprocessors) return launch<1, 4, 2, 2, 3>(params);
-  return count <= 4 * kMultiprocessors ? launch<1, 4, 2, 1, 4>(params) : launch<1, 2, 2, 1, 8>(params);
+  if (count <= 4 * kMultiprocessors) return launch<1, 4, 2, 1, 4>(params);
+  return count <= 6 * kMultiprocessors ? launch<1, 2, 2, 1, 6>(params) : launch<1, 2, 2, 1, 8>(params);
 }
 
 }  // namespace
