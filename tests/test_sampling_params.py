@@ -1,6 +1,8 @@
 """SamplingParams: what is accepted, and that what is not names itself."""
 
 import dataclasses
+import fractions
+import json
 import math
 import re
 
@@ -21,6 +23,7 @@ def test_defaults_are_those_of_the_released_model():
         {"temperature": 0},
         {"temperature": 1e-9},
         {"text_temperature": numpy.float32(0.5)},
+        {"temperature": fractions.Fraction(1, 2)},
         {"top_p": 1},
         {"top_p": 1e-300},
         {"top_k": -1},
@@ -29,10 +32,15 @@ def test_defaults_are_those_of_the_released_model():
         {"repetition_penalty": 0.5},
         {"seed": 0},
         {"seed": 2**63 - 1},
+        {"seed": numpy.uint64(2**63 - 1)},
     ],
 )
 def test_accepts(accepted):
-    SamplingParams(**accepted)
+    """Numbers of any kind, which are plain ones from then on: states take them, and records of requests."""
+    params = SamplingParams(**accepted)
+    SamplingState.allocate(rows=1, codebooks=1, vocab=32).set_row(0, params, seed=params.seed or 0)
+    ((name, value),) = accepted.items()
+    assert json.loads(json.dumps(dataclasses.asdict(params)))[name] == value
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,9 @@ class SamplingParams:
             _check_int("seed", self.seed)
             if not 0 <= self.seed <= MAX_SEED:
                 raise ValueError(f"SamplingParams: `seed` must be in 0 .. 2^63-1 ({MAX_SEED}), got {self.seed}")
+        # Plain ones, whatever they came as: tensors and JSON take not all that are numbers.
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                kind = int if isinstance(value, numbers.Integral) else float
+                object.__setattr__(self, field.name, kind(value))
