@@ -116,6 +116,7 @@ def test_no_codec_call_is_prepared_for_more_frames_than_a_request_has():
         ({"text": "a", "params": {"seed": 1}}, "`params` must be a SamplingParams, got dict"),
         ({"text": "a", "max_frames": 0}, "`max_frames` must be an integer of at least 1, got 0"),
         ({"text": "a", "deadline_s": 0}, "`deadline_s` must be a positive number of seconds, got 0"),
+        ({"text": "a", "deadline_s": 10**400}, "`deadline_s` must be a positive number of seconds, got 1000"),
         ({"text": "a", "deadline_s": True}, "`deadline_s` must be a positive number of seconds, got True"),
     ],
 )

@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -83,7 +83,7 @@ class Request:
         if self.deadline_s is not None and not (
             isinstance(self.deadline_s, (int, float))
             and not isinstance(self.deadline_s, bool)
-            and 0 < self.deadline_s < math.inf
+            and 0 < self.deadline_s <= sys.float_info.max
         ):
             raise ValueError(f"Request: `deadline_s` must be a positive number of seconds, got {self.deadline_s!r}")
 
