@@ -61,14 +61,12 @@ def wait_until(condition):
 
 
 def settled(engine):
-    """Nothing has changed for a while."""
-    seen, since = None, time.monotonic()
-    end = since + 10
-    while time.monotonic() < since + 0.15:
+    """Nothing has changed for a while: for many looks, since a collection of garbage can take all of a time."""
+    seen, looks, end = None, 0, time.monotonic() + 10
+    while looks < 75:
         live = list(engine._scheduler.live.values())
         state = [(job.stream.known, job.stream.taken, len(job.channel.chunks)) for job in live]
-        if state != seen:
-            seen, since = state, time.monotonic()
+        seen, looks = state, looks + 1 if state == seen else 0
         assert time.monotonic() < end, "never came to rest"
         time.sleep(0.002)
     return live
