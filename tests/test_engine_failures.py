@@ -21,6 +21,7 @@ from engine_support import (
 from moss_runtime.engine import DeadlineExceeded, EngineBusy, EngineClosed, NoCodecSlot, Request
 from moss_runtime.errors import UserError
 from moss_runtime.model.codec import Codec
+from moss_runtime.state.kv_cache import PAGE_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,15 @@ def test_kv_pages_are_promised_so_that_nobody_waits_half_way(endless, codec):
         assert {handle.result(20).finish_reason for handle in handles} == {"length"}
         long = Request(prompt=make_prompts()[0].repeat(6, 1), params=ENDLESS)
         assert "needs 2 KV pages, there are 1" in str(engine.submit(long).result(20).error)
+        assert_empty(engine)
+
+
+def test_a_request_that_ends_with_the_context_needs_no_pages_beyond(endless, codec):
+    context = endless.config.backbone.max_position_embeddings
+    prompt = make_prompts()[0].repeat(context, 1)[-(context - 2) :]
+    with make(endless, codec, pages=-(-context // PAGE_SIZE), max_tokens=2 * context) as engine:
+        result = engine.submit(Request(prompt=prompt, params=ENDLESS)).result(60)
+        assert (result.error, result.frames, result.finish_reason) == (None, 3, "length")
         assert_empty(engine)
 
 

@@ -142,7 +142,8 @@ class Scheduler:
         """Whether the next one can be tried: this one has a row now, or cannot have any."""
         config, kv = self._config, self._runtime.kv
         limit = min(config.max_frames, job.request.max_frames or config.max_frames)
-        pages = kv.pages_for(min(len(job.prompt) - 1 + limit, kv.max_tokens))
+        context = self._runtime.model.config.backbone.max_position_embeddings
+        pages = kv.pages_for(min(len(job.prompt) - 1 + limit, kv.max_tokens, context))
         # A request gets pages for all frames from the start, so none ever has to wait half-way.
         if pages > kv.pages:
             self._end(job, "error", PromptError(f"prompt: needs {pages} KV pages, there are {kv.pages}"))
