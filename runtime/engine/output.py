@@ -126,14 +126,14 @@ class Output:
         delivered, channel = job.delivered, job.channel
         if job.failure is not None and job.reason in ("stop", "length"):
             job.reason, job.error = "error", job.failure
-        if delivered.audio and not channel.aborted:
-            try:
-                tell([self._put(job, np.hstack(delivered.audio), 0, delivered.frames)])
-            except Exception as error:  # too much for the memory
-                job.reason, job.error = "error", error
         codes = no_codes(self._config.codebooks)
-        if delivered.codes:
-            codes = torch.from_numpy(np.vstack(delivered.codes))
+        try:
+            if delivered.codes:
+                codes = torch.from_numpy(np.vstack(delivered.codes))
+            if delivered.audio and not channel.aborted:
+                tell([self._put(job, np.hstack(delivered.audio), 0, delivered.frames)])
+        except Exception as error:  # too much for the memory
+            job.reason, job.error = "error", error
         seconds, latency = len(codes) / self._config.frame_rate, time.perf_counter() - channel.submitted
         result = Result(
             codes=codes,
