@@ -69,3 +69,14 @@ def test_logits_alone_and_in_a_batch_agree(model, monkeypatch):
         taken = together[row, : len(alone)]
         assert (alone - taken).abs().max() <= 1e-5 * taken.abs().max()
         assert not together[row, len(alone) :].any()
+
+
+def test_tables_of_codebooks_are_one_piece():
+    """No second copy of them, and after a move to another dtype those of the moved model."""
+    model = MossTTS.from_pretrained(GOLDEN / "local_hd16")
+    before = [table.weight.clone() for table in model.audio_embeddings]
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = model.to(dtype).frame_weights().audio_embeddings
+        assert packed.dtype == dtype and torch.equal(packed, torch.stack(before).to(dtype))
+        assert [part.data_ptr() for part in packed] == [table.weight.data_ptr() for table in model.audio_embeddings]
+        assert model.frame_weights().audio_embeddings is packed

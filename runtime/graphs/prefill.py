@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moss_kernels.backbone_linear import split_count
+from moss_kernels.embed_codes import embed_codes
 from moss_kernels.kv_append import kv_append
 from moss_kernels.prefill_attention import TILE, prefill_attention
 from moss_kernels.prefill_linear import prefill_linear
@@ -106,6 +107,8 @@ class Prefill:
             graphs: False runs everything eagerly.
         """
         self.model, self.pool, self.kv, self._step = model, pool, kv, step
+        weights = model.frame_weights()
+        self._tables = weights.embed_tokens, weights.audio_embeddings, weights.audio_pad_token_id
         self.piece, self._prompts = piece, prompts
         self.max_tokens = max(max_tokens // TILE, -(-piece // TILE)) * TILE
         self.buckets = sorted({count for count in tokens if count < self.max_tokens} | {self.max_tokens})
@@ -161,7 +164,10 @@ class Prefill:
         columns = 1 + self.model.config.n_vq
         rows, tiles, ids = self._inputs.split(self._sizes)
         staging = self.pool.staging
-        last, embeds = self.model.embed(ids.view(-1, columns)[: len(rows) + tokens]).split([len(rows), tokens])
+        ids = ids.view(-1, columns)[: len(rows) + tokens]
+        embeds = staging.new_empty(len(ids), staging.shape[1])
+        embed_codes(ids[:, 0], ids[:, 1:], *self._tables, embeds)
+        last, embeds = embeds.split([len(rows), tokens])
         # Padding writes what the null row holds to the null row.
         live = (rows != self.kv.rows)[:, None]
         staging.index_copy_(0, rows, torch.where(live, last, staging[rows]))

@@ -49,6 +49,7 @@ class MossTTS(nn.Module):
         self.local_transformer = LocalTransformer(config.local)
         self.audio_embeddings = nn.ModuleList(embedding(config.audio_vocab_size, hidden) for _ in range(config.n_vq))
         self.local_text_lm_head = nn.Linear(hidden, 2, bias=False)
+        self._packed_tables: Tensor | None = None
 
     @classmethod
     def from_pretrained(
@@ -295,8 +296,15 @@ class MossTTS(nn.Module):
                 value = prompt[row, column].item()
                 raise PromptError(f"{name}: row {row}, column {column} must be {expected}, got {value}")
 
-    def _audio_tables(self) -> tuple[Tensor, ...]:
-        return tuple(table.weight for table in self.audio_embeddings)
+    def _audio_tables(self) -> Tensor:
+        """[n_vq, V, H]. Embeddings of all codebooks in one piece; the modules' own become views of it."""
+        tables = [table.weight.detach() for table in self.audio_embeddings]
+        packed = self._packed_tables
+        if packed is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(tables, packed, strict=True)):
+            packed = self._packed_tables = torch.stack(tables)
+            for module, part in zip(self.audio_embeddings, packed, strict=True):
+                module.weight = nn.Parameter(part, requires_grad=False)
+        return packed
 
 
 def with_seeds(params: Sequence[SamplingParams]) -> list[SamplingParams]:
