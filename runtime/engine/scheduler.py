@@ -21,9 +21,9 @@ from moss_runtime.state.decode_pool import PoolFull, StaleLeaseError
 from moss_runtime.state.kv_cache import OutOfPages
 
 _log = logging.getLogger("moss_runtime.engine")
-# Most requests that get a row between two launches: each takes the host up to a millisecond, and the device must not
+# Most requests that get a row between two launches: each takes the host half a millisecond, and the device must not
 # run out of frames meanwhile.
-_ADMISSIONS = 4
+_ADMISSIONS = 8
 
 
 class Scheduler:
