@@ -140,6 +140,25 @@ def test_bf16_at_full_size_is_as_good_as_eager_bf16(full_size, residual_dtype, c
         assert residual_dtype == torch.bfloat16 or reached > eager + 1
 
 
+@pytest.mark.parametrize(("rows", "frames"), [(24, 8), (33, 2), (48, 8), (64, 6), (96, 4)])
+@torch.no_grad()
+def test_bf16_of_many_ragged_streams_is_as_good_as_eager_bf16(full_size, rows, frames):
+    """Batches and lengths that an engine under load runs, from the streams' first frame on; of some rows no frame."""
+    codec = full_size[1]
+    codes = torch.randint(1024, (rows, 20, 12), device="cuda")
+    expected, eager = (torch.cat([each.decode(part) for part in codes.split(16)]) for each in full_size)
+    chunk, taken = CodecChunk(codec, rows, max_batch=rows), torch.zeros(rows, dtype=torch.int64)
+    samples, audio = codec.config.samples_per_frame, torch.zeros_like(expected)
+    while (left := codes.shape[1] - taken).any():
+        counts = torch.minimum(torch.randint(frames + 1, (rows,)), left)
+        frame = (taken[:, None] + torch.arange(frames)).clamp(max=codes.shape[1] - 1)
+        out = chunk(codes.gather(1, frame[:, :, None].expand(-1, -1, 12).cuda()), range(rows), counts)
+        for row, (begin, count) in enumerate(zip(taken.tolist(), counts.tolist(), strict=True)):
+            audio[row, :, begin * samples : (begin + count) * samples] = out[row, :, : count * samples]
+        taken += counts
+    assert snr(audio, expected) >= snr(eager, expected) - 1
+
+
 @torch.no_grad()
 def test_attention_matters_in_these_weights(full_size):
     """Without it a wrong ring would hide in the noise of bf16."""
