@@ -46,7 +46,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CO
   }
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared, int column,
                                         int slice) {
   const int group = threadIdx.x / 128;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CO
     store<N, MODE == MOSS_LINEAR_GATE_UP>(sum, place, static_cast<__nv_bfloat16*>(arguments.out));
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 __global__ void __launch_bounds__(128 * CONSUMERS + 32)
     backbone_linear_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32)
     produce(arguments, shared, column, slice * arguments.steps);
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 MossStatus launch(const BackboneLinearParams& params) {
   using Memory = Shared<N, CONSUMERS>;
   Arguments arguments = {};

@@ -56,10 +56,6 @@ struct Shape {
   static constexpr int kWidth = SLICES == 1 || kSent ? 8 : 4;
 };
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Neighbouring values as they are stored. Those that a thread adds at the end stay so until then: nothing waits for
 // them.
 template <typename T, int COUNT>
@@ -220,7 +216,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
                                                                                      product[4 * i + 2 * h + 1]};
   }
   if constexpr (S::kSent) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     cluster_wait();  // until the others have begun
     meet();
     if (threadIdx.x < SLICES)

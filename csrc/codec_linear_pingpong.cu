@@ -145,7 +145,7 @@ __device__ __forceinline__ void finish_parts(const float (&sum)[kHalves][N / 2],
     if constexpr (shared.kPartColumns % 32)
       finish_square<FINISH>(own + 16 * kQuads, arguments, first_column + column + 32 * kQuads,
                             place + shared.offset(row + lane / 16 * 8, kQuads * 4 + lane / 8 % 2));
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.finished(group, buffer));
   }

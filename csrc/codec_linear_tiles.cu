@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, CO
     else
       barrier_wait(shared.stored(group), parity ^ 1);
     finish_sums<N, CONSUMERS, FINISH>(sum, arguments, shared, group, tile.column);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.finished(group));
   }

@@ -8,7 +8,7 @@ namespace moss {
 
 // `last_mode`, `most_rows`: the largest that the op takes.
 template <typename Params>
-MossStatus check_linear(const char* op, const Params& params, PrefillLinearMode last_mode, int64_t most_rows) {
+MossStatus check_linear(const char* op, const Params& params, LinearMode last_mode, int64_t most_rows) {
   MossStatus status = check_range(op, "mode", params.mode, MOSS_LINEAR_WHOLE, last_mode);
   if (status == MOSS_OK) status = check_range(op, "rows", params.rows, 0, most_rows);
   const bool sliced = params.mode == MOSS_LINEAR_PARTIAL || params.mode == MOSS_LINEAR_ADD;

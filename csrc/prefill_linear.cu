@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_stream(float (&total)[N / 2], const Place& 
     }
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
   Ring<shared.kStages> ring;
   const int group = threadIdx.x / 128 - 1;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CO
   }
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     prefill_linear_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
@@ -147,21 +147,21 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
   }
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 int64_t count_tiles(const PrefillLinearParams& params) {
   constexpr int kRows = Shared<N, CONSUMERS>::kRows;
   return int64_t{(params.rows + kRows - 1) / kRows} * ((params.outputs + N - 1) / N) *
          (MODE == MOSS_LINEAR_PARTIAL ? params.slices : 1);
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 int64_t count_cycles(const PrefillLinearParams& params, int multiprocessors) {
   const int64_t tiles = count_tiles<N, MODE, CONSUMERS>(params);
   const int64_t steps = params.inputs / (MODE == MOSS_LINEAR_PARTIAL ? params.slices : 1) / kStep;
   return (tiles + multiprocessors - 1) / multiprocessors * (steps * stage_cycles(CONSUMERS, N) + kTileCycles);
 }
 
-template <int N, PrefillLinearMode MODE, int CONSUMERS>
+template <int N, LinearMode MODE, int CONSUMERS>
 MossStatus launch(const PrefillLinearParams& params, int multiprocessors) {
   using Memory = Shared<N, CONSUMERS>;
   const int64_t tiles = count_tiles<N, MODE, CONSUMERS>(params);
@@ -186,7 +186,7 @@ MossStatus launch(const PrefillLinearParams& params, int multiprocessors) {
   return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * (1 + CONSUMERS)), Memory::kBytes);
 }
 
-template <PrefillLinearMode MODE, int CONSUMERS, int N>
+template <LinearMode MODE, int CONSUMERS, int N>
 constexpr PrefillVariant kVariant = {MODE, kGroupRows * CONSUMERS, N, count_cycles<N, MODE, CONSUMERS>,
                                      launch<N, MODE, CONSUMERS>};
 

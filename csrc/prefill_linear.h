@@ -17,7 +17,7 @@ constexpr int64_t stage_cycles(int groups, int columns) {
 }
 
 struct PrefillVariant {
-  PrefillLinearMode mode;
+  LinearMode mode;
   int rows, columns;  // of a tile
   // Of the multiprocessor with the most to do.
   int64_t (*cycles)(const PrefillLinearParams&, int multiprocessors);

@@ -241,8 +241,8 @@ struct Finisher {
       if (key < begin || key >= end) place(stage, key)[0] = place(stage, key)[kTileBytes / 16] = uint4{};
   }
 
-  // Keys of the chunk, eight dimensions a lane: one piece of a key, read and written at once. Keys that do not exist are
-  // turned by the last one's angles and cleared later.
+  // Keys of the chunk, eight dimensions a lane: one piece of a key, read and written at once. Keys that do not exist
+  // are turned by the last one's angles and cleared later.
   __device__ __forceinline__ void turn_keys(const Part& part, int stage) const {
     constexpr int kDims = 8, kLanes = kHeadDim / kDims, kRows = 32 / kLanes;
     constexpr int kAhead = 4;  // rounds of kRows keys whose angles are on their way
@@ -287,7 +287,7 @@ struct Finisher {
     const bool own = part.source >= 0;
     if (own && part.exists(0)) turn_keys(part, stage);
     if (!part.exists(0) || !part.exists(kTile - 1)) clear_missing(part, stage);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.full(stage));
     if (own && part.stored != kNever) write_ring(part, stage);
@@ -348,7 +348,7 @@ struct Queries {
     copy_async_wait<0>();
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) *place(i) = rotate(*place(i), angles[i]);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     consumer_sync();
   }
 };

@@ -410,19 +410,19 @@ MOSS_API MossStatus moss_codec_linear(const CodecLinearParams* params);
 
 /* ---- prefill_linear ---- */
 
-typedef enum PrefillLinearMode {
+typedef enum LinearMode {
   MOSS_LINEAR_WHOLE = 0,   /* out [M, N] bf16 = product */
   MOSS_LINEAR_GATE_UP = 1, /* out [M, N/2] bf16 = SiLU(even outputs) * odd outputs */
   MOSS_LINEAR_PARTIAL = 2, /* out [S, M, N] fp32 = the sum over each slice of K */
   MOSS_LINEAR_ADD = 3      /* out [M, N] bf16 += the sums over the slices of K, in order, rounded once */
-} PrefillLinearMode;
+} LinearMode;
 
 /* x @ weight^T for many rows: products of the tensor cores, sums in fp32. The sum over a slice runs in an order of its own
  * length alone, so a row's result is bitwise the same whatever the number of rows. */
 typedef struct PrefillLinearParams {
   uint32_t struct_size; /* sizeof(PrefillLinearParams) */
   uint32_t abi_version; /* MOSS_ABI_VERSION */
-  PrefillLinearMode mode;
+  LinearMode mode;
   int32_t rows;    /* M, 0 .. 2^30 */
   int32_t outputs; /* N, a multiple of 16, at most 2^30 */
   int32_t inputs;  /* K, a multiple of 64 * slices */
@@ -447,7 +447,7 @@ MOSS_API MossStatus moss_prefill_linear(const PrefillLinearParams* params);
 typedef struct BackboneLinearParams {
   uint32_t struct_size;   /* sizeof(BackboneLinearParams) */
   uint32_t abi_version;   /* MOSS_ABI_VERSION */
-  PrefillLinearMode mode; /* all but MOSS_LINEAR_ADD */
+  LinearMode mode; /* all but MOSS_LINEAR_ADD */
   int32_t rows;           /* M, 0 .. 128 */
   int32_t outputs;        /* N, a multiple of 16, at most 2^30 */
   int32_t inputs;         /* K, a multiple of 64 * slices */
@@ -456,7 +456,7 @@ typedef struct BackboneLinearParams {
                                `weight` alone) */
   const void* x;          /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
   const void* weight;     /* [N, K] bf16 contiguous */
-  void* out;              /* written, see PrefillLinearMode */
+  void* out;              /* written, see LinearMode */
   void* stream;           /* cudaStream_t */
 } BackboneLinearParams;
 

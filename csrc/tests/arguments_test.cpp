@@ -38,7 +38,7 @@ void test_prefill_linear() {
   const auto refused = [&](const char* part, auto spoil) {
     check_refused("`prefill_linear`", moss_prefill_linear, params, part, spoil);
   };
-  refused("`mode`", [](auto& spoiled) { spoiled.mode = static_cast<PrefillLinearMode>(4); });
+  refused("`mode`", [](auto& spoiled) { spoiled.mode = static_cast<LinearMode>(4); });
   refused("`rows` must be 0 .. 1073741824, got -1", [](auto& spoiled) { spoiled.rows = -1; });
   refused("`rows`", [](auto& spoiled) { spoiled.rows = INT32_MAX; });
   refused("`outputs`", [](auto& spoiled) { spoiled.outputs = 0; });

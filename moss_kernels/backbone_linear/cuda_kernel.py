@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-# PrefillLinearMode.
+# LinearMode.
 _WHOLE, _GATE_UP, _PARTIAL = range(3)
 _STEP, _MAX_SLICES, MAX_ROWS = 64, 64, 128
 

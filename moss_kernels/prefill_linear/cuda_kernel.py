@@ -9,7 +9,7 @@ from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 from moss_kernels.backbone_linear import split_count
 
-# PrefillLinearMode.
+# LinearMode.
 _WHOLE, _GATE_UP, _PARTIAL, _ADD = range(4)
 _STEP = 64
 
