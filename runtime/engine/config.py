@@ -15,7 +15,7 @@ _MODES = Path(__file__).parents[1] / "assets" / "engine_modes.toml"
 SLOT_POLICIES = ("queue", "offline", "reject")
 PCM = ("float32", "int16")
 # Streams of a codec call, to which fewer are padded.
-CODEC_BATCHES = BUCKETS
+CODEC_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # Largest sensible value of a count or a number of milliseconds: what is beyond is a mistake.
 _MOST = 2**31 - 1
 # Each call under way has a staging buffer.
