@@ -41,7 +41,7 @@ struct Shape {
   static constexpr int kOwnRows = (kRows + SLICES - 1) / SLICES;        // that a block finishes
   static constexpr int kPitch = COLUMNS + (COLUMNS % 16 == 8 ? 0 : 8);  // of sums: a warp's rows in different banks
   static constexpr int kRowBytes = kRows * kLine, kStage = kRowBytes + COLUMNS * kLine;
-  static constexpr int kResident = kStage > (24 << 10) ? 1 : 2;  // blocks that fit on a multiprocessor
+  static constexpr int kResident = kStage >= (22 << 10) ? 1 : 2;  // blocks that fit on a multiprocessor
   // Sums of the rows that a block finishes. Those of small tiles are sent to it, behind the stages; of large tiles,
   // whose sums take longer than the way there and back, it asks for them.
   static constexpr int kOwnSums = kOwnRows * kPitch * static_cast<int>(sizeof(float)), kSums = SLICES * kOwnSums;
@@ -304,11 +304,11 @@ template <int COLUMNS, int SLICES, int GROUPS>
 constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, SLICES, launch<COLUMNS, SLICES, GROUPS>};
 
 constexpr Variant kVariants[] = {
-    kVariant<24, 1, 1>, kVariant<24, 2, 1>, kVariant<24, 4, 1>, kVariant<32, 1, 1>,  kVariant<40, 2, 1>,
-    kVariant<48, 1, 1>, kVariant<48, 2, 1>, kVariant<48, 4, 1>, kVariant<48, 8, 1>,  kVariant<72, 1, 2>,
-    kVariant<80, 1, 2>, kVariant<80, 2, 2>, kVariant<96, 4, 2>, kVariant<128, 4, 2>, kVariant<160, 2, 2>,
-    kVariant<48, 1, 3>, kVariant<48, 2, 3>, kVariant<48, 4, 3>, kVariant<64, 2, 3>,  kVariant<64, 4, 3>,
-    kVariant<80, 2, 3>,
+    kVariant<24, 1, 1>,  kVariant<24, 2, 1>, kVariant<24, 4, 1>, kVariant<32, 1, 1>, kVariant<40, 2, 1>,
+    kVariant<48, 1, 1>,  kVariant<48, 2, 1>, kVariant<48, 4, 1>, kVariant<48, 8, 1>, kVariant<48, 2, 2>,
+    kVariant<72, 1, 2>,  kVariant<80, 1, 2>, kVariant<80, 2, 2>, kVariant<96, 4, 2>, kVariant<128, 4, 2>,
+    kVariant<160, 2, 2>, kVariant<48, 1, 3>, kVariant<48, 2, 3>, kVariant<48, 4, 3>, kVariant<64, 2, 3>,
+    kVariant<64, 4, 3>,  kVariant<80, 2, 3>,
 };
 
 }  // namespace
