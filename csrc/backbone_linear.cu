@@ -23,13 +23,16 @@ struct Arguments : BackboneLinearParams {
   int box_rows;  // of x, that come at once
 };
 
-// Weights of the first stages come before the wait for the kernel ahead.
+// Weights of the first stages come before the wait for the kernel ahead. They are not read again before all of L2 has
+// gone through: what the kernels hand to each other stays there instead.
 template <int N, int CONSUMERS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared, int column,
                                         int first_step) {
+  const uint64_t policy = policy_evict_first();
   const auto load_weights = [&](int step, int stage) {
     barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, (first_step + step) * kStep, column, shared.full(stage));
+    tensor_load(shared.weights(stage), arguments.weight_map, (first_step + step) * kStep, column, shared.full(stage),
+                policy);
   };
   const auto load_rows = [&](int step, int stage) {
     tensor_load(shared.rows(stage), arguments.x_map, (first_step + step) * kStep, 0, shared.full(stage));
@@ -56,10 +59,12 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CO
   multiply(sum, shared, ring, arguments.steps, group, true);
   // For kernels ahead that read what `out` held, and so that none ends before those ahead of it.
   cudaGridDependencySynchronize();
+  // With so many rows what is stored would be written to memory before the next linear stores to the same place.
+  constexpr bool kKept = CONSUMERS > 1;
   if constexpr (MODE == MOSS_LINEAR_PARTIAL)
-    store_slice<N>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
+    store_slice<N, kKept>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
   else
-    store<N, MODE == MOSS_LINEAR_GATE_UP>(sum, place, static_cast<__nv_bfloat16*>(arguments.out));
+    store<N, MODE == MOSS_LINEAR_GATE_UP, kKept>(sum, place, static_cast<__nv_bfloat16*>(arguments.out));
 }
 
 template <int N, LinearMode MODE, int CONSUMERS>

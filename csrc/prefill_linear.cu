@@ -45,9 +45,11 @@ struct Tile {
 // Weights of the first stages come before the wait for the kernel ahead.
 template <int N, int CONSUMERS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
+  // All row tiles of a column read them at about one time, and then nobody does for long.
+  const uint64_t policy = policy_evict_first();
   const auto load_weights = [&](int column, int step, int stage) {
     barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, column, shared.full(stage));
+    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, column, shared.full(stage), policy);
   };
   const auto load_rows = [&](int row, int step, int stage) {
     tensor_load(shared.rows(stage), arguments.x_map, step * kStep, row, shared.full(stage));

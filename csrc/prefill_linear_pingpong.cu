@@ -67,9 +67,11 @@ struct Tiles {
 // Weights of the first stages come before the wait for the kernel ahead.
 template <int N>
 __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N> shared) {
+  // All row tiles of a column read them at about one time, and then nobody does for long.
+  const uint64_t policy = policy_evict_first();
   const auto load_weights = [&](const Tile& tile, int step, int stage) {
     barrier_expect(shared.full(stage), (tile.halves * kGroupRows + N) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, tile.column, shared.full(stage));
+    tensor_load(shared.weights(stage), arguments.weight_map, step * kStep, tile.column, shared.full(stage), policy);
   };
   const auto load_rows = [&](const Tile& tile, int step, int stage) {
     for (int half = 0; half < tile.halves; ++half)

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/bulk_copy.cuh"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
 
@@ -51,8 +52,28 @@ __device__ __forceinline__ uint4 gather(const float (&sum)[N / 2], int block, in
   return {words[0], words[1], words[2], words[3]};
 }
 
+// KEPT: in L2, whatever streams through it.
+template <bool KEPT>
+__device__ __forceinline__ void put(void* target, uint2 words) {
+  if constexpr (KEPT)
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(target), "r"(words.x), "r"(words.y),
+                 "l"(policy_evict_last())
+                 : "memory");
+  else
+    *static_cast<uint2*>(target) = words;
+}
+template <bool KEPT>
+__device__ __forceinline__ void put(void* target, uint4 words) {
+  if constexpr (KEPT)
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(target), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w), "l"(policy_evict_last())
+                 : "memory");
+  else
+    *static_cast<uint4*>(target) = words;
+}
+
 // The sums as bf16, whole or gated, of which there are half as many.
-template <int N, bool GATE>
+template <int N, bool GATE, bool KEPT = false>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& place, __nv_bfloat16* out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -65,23 +86,24 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& pl
       const uint4 words = gather<N, GATE>(sum, block, half);
       if constexpr (GATE) {
         const uint2 packed = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410)};
-        if (inside) *reinterpret_cast<uint2*>(target) = packed;
+        if (inside) put<KEPT>(target, packed);
       } else {
-        if (inside) *reinterpret_cast<uint4*>(target) = words;
+        if (inside) put<KEPT>(target, words);
       }
     }
   }
 }
 
 // The sums as they are, of a slice.
-template <int N>
+template <int N, bool KEPT = false>
 __device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Place& place, float* out) {
 #pragma unroll
   for (int block = 0; block < N / 8; ++block)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 pair = {sum[4 * block + 2 * half], sum[4 * block + 2 * half + 1]};
-      if (place.inside(block, half)) *reinterpret_cast<float2*>(out + place.offset(block, half)) = pair;
+      const float* pair = &sum[4 * block + 2 * half];
+      if (place.inside(block, half))
+        put<KEPT>(out + place.offset(block, half), uint2{__float_as_uint(pair[0]), __float_as_uint(pair[1])});
     }
 }
 

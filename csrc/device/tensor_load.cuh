@@ -21,4 +21,14 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensor
       : "memory");
 }
 
+// The same under a policy for its lines in L2 (bulk_copy.cuh).
+__device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 }  // namespace moss
