@@ -133,6 +133,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
   const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
   const int edge = static_cast<int>(place.start % params.capacity);
+  // Rings that L2 has no room for go first: they are read once, and what the kernels of a layer hand on stays in L2 then
+  // until the next layer overwrites it. Otherwise it goes to memory, beside the rings.
+  const uint64_t policy = fit_l2(params) ? policy_evict_normal() : policy_evict_first();
   Ring ring(params.ring_k, params.ring_v, base, -tokens_held, edge, params.capacity, lane);
   ring.hold();
   const int ring_tiles = valid > 0 ? (tokens_held + kTileKeys - 1) / kTileKeys : 0;
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const auto copy = [&](int first) {
 #pragma unroll
     for (int n = 0; n < STEP; ++n)
-      if (const int tile = first + n * WARPS; tile < ring_tiles) ring.copy(*slot_of(tile), tile);
+      if (const int tile = first + n * WARPS; tile < ring_tiles) ring.copy(*slot_of(tile), tile, policy);
     copy_async_commit();
   };
 #pragma unroll

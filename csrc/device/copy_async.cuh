@@ -16,6 +16,18 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
       : "memory");
 }
 
+// The same with a policy of L2 (see device/bulk_copy.cuh), to an address in shared memory.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool wanted, uint64_t policy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.s32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignored, %3;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(wanted)), "l"(policy)
+      : "memory");
+}
+
 // Ends a group: what this thread has started since the last one.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

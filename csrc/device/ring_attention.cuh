@@ -3,8 +3,10 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 
+#include "device/bulk_copy.cuh"
 #include "device/copy_async.cuh"
 #include "device/mma.cuh"
 #include "device/rotate.cuh"
@@ -71,6 +73,12 @@ __device__ __forceinline__ T held(T value) {
   return value;
 }
 
+// The same value, of which the assembler does not know that it is the same in all lanes: where a part of the shared
+// address of a copy with a policy lies in a uniform register, ptxas 13.0 makes an illegal instruction of it.
+__device__ __forceinline__ uint32_t of_lane(uint32_t value) {
+  return __shfl_sync(0xffffffffu, value, threadIdx.x % 32);
+}
+
 // The ring of one head: tiles of 16 keys from token `first` on, counted from the chunk's first token, up to token -1. A
 // thread copies the same piece of keys `key`, `key` + 4, .. of each tile.
 struct Ring {
@@ -95,14 +103,33 @@ struct Ring {
   }
   // Starts the copies of a tile by one warp.
   __device__ __forceinline__ void copy(KeySlot& slot, int index) const {
+    for_pieces(index, [&](int i, unsigned place, bool wanted) {
+      copy_async(slot.key[i] + key_place, keys + place * kHeadDim, wanted);
+      copy_async(slot.value[i] + (value_place ^ i % 8), values + place * kHeadDim, wanted);
+    });
+  }
+  // The same with a policy of L2. All lanes of a warp together.
+  __device__ __forceinline__ void copy(KeySlot& slot, int index, uint64_t policy) const {
+    const uint32_t keys_to = of_lane(shared_address(slot.key[0] + key_place));
+    const uint32_t values_to = keys_to + static_cast<uint32_t>(offsetof(KeySlot, value)) - 16 * key_place;
+    for_pieces(index, [&](int i, unsigned place, bool wanted) {
+      const uint32_t row = 16 * kPieces * i;
+      copy_async(keys_to + row, keys + place * kHeadDim, wanted, policy);
+      copy_async(values_to + row + 16 * (value_place ^ i % 8), values + place * kHeadDim, wanted, policy);
+    });
+  }
+
+ private:
+  // `copy(i, place, wanted)`: of key `key` + i of a tile.
+  template <typename Copy>
+  __device__ __forceinline__ void for_pieces(int index, const Copy& copy) const {
     const int token = first + index * kTileKeys + key, position = edge + token;
 #pragma unroll
     for (int i = 0; i < kTileKeys; i += 4) {
       // A position below 0, as unsigned, is beyond all others.
       const unsigned place = min(static_cast<unsigned>(position + i), static_cast<unsigned>(position + i + capacity));
       static_assert(KeySlot::key_piece(4, 0) == 0 && KeySlot::value_piece(4, 0) == 4);
-      copy_async(slot.key[i] + key_place, keys + place * kHeadDim, token < -i);
-      copy_async(slot.value[i] + (value_place ^ i % 8), values + place * kHeadDim, token < -i);
+      copy(i, place, token < -i);
     }
   }
 };
@@ -251,11 +278,16 @@ __device__ __forceinline__ RingPlace ring_place(const RingAttentionParams& param
   return {slot, start < 0 ? 0 : start};
 }
 
+// Whether L2 has room for the rings of all rows.
+__device__ __forceinline__ bool fit_l2(const RingAttentionParams& params) {
+  constexpr int64_t kRoom = 32 << 20;
+  return int64_t{params.batch} * params.heads * params.capacity * kHeadDim * 2 * sizeof(bf16) <= kRoom;
+}
+
 // What the ring of a head holds, into L2, if there is room for those of all rows: else they would push each other out.
 __device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params, const RingPlace& place, int head) {
   const int64_t ring = (place.slot * params.heads + head) * params.capacity * kHeadDim;
-  constexpr int64_t kRoom = 32 << 20;
-  if (int64_t{params.batch} * params.heads * params.capacity * kHeadDim * 2 * sizeof(bf16) > kRoom) return;
+  if (!fit_l2(params)) return;
   const int count = static_cast<int>(place.start < params.capacity ? place.start : params.capacity);
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     prefetch_l2(static_cast<const bf16*>(params.ring_k) + ring + i * kHeadDim);
