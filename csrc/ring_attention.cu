@@ -20,55 +20,53 @@ constexpr int kShortTokens = 32;       // of a chunk for any number of rows
 constexpr int kMaxCapacity = 1 << 24;  // places in the ring of a head are counted in 32 bits
 constexpr int kMultiprocessors = 132;
 
-// The chunk of one head, rotated, in shared memory; pieces are permuted. A thread has the same piece of several tokens.
+// The chunk of one head, rotated, in shared memory. A thread has the same piece of several tokens.
 template <int QUERY_TILES, int THREADS>
 struct Chunk {
-  static constexpr int kTokens = QUERY_TILES * kTileQueries, kRows = THREADS / kPieces, kItems = kTokens / kRows;
-  static_assert(kTokens % kRows == 0);
-  uint4 query[kTokens][kPieces];
+  static constexpr int kItems = QUERY_TILES * kTileQueries * kPieces / THREADS;
+  static_assert(kItems > 0);
+  QueryTile query[QUERY_TILES];
   KeySlot tile[QUERY_TILES];
 
+  // Of item `i` of this thread. A warp has two neighbours at once, and the two that are 8 later.
+  static __device__ __forceinline__ int token_of(int i) {
+    const int pairs = threadIdx.x / 32 + i * (THREADS / 32), lane = threadIdx.x % 32;
+    return pairs / 4 * kTileQueries + pairs % 4 * 2 + lane / 8 % 2 + lane / 16 * 8;
+  }
   // `wait`: for the kernel that writes `qkv`. All loads of a thread are on their way before the first is used.
   template <typename Wait>
   __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, Wait wait) {
-    const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
+    const int piece = threadIdx.x % kPieces, width = params.heads * kHeadDim;
     const int64_t place = row * params.tokens;
     const bf16* const qkv = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + 8 * piece;
     const float* const cos_sin = params.cos_sin + place * kHeadDim + 8 * piece;
     Angles angles[kItems] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
-      if (const int token = first + i * kRows; token < valid) angles[i].load(cos_sin + token * kHeadDim);
+      if (const int token = token_of(i); token < valid) angles[i].load(cos_sin + token * kHeadDim);
     wait();
     uint4 inputs[kItems][3] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
 #pragma unroll
       for (int part = 0; part < 3; ++part)
-        if (const int token = first + i * kRows; token < valid)
+        if (const int token = token_of(i); token < valid)
           inputs[i][part] = load_weights(qkv + (token * 3 + part) * width);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int token = first + i * kRows, key = token % kTileKeys;
+      const int token = token_of(i), key = token % kTileKeys;
       KeySlot& slot = tile[token / kTileKeys];
-      query[token][KeySlot::key_piece(token, piece)] = angles[i].rotated(inputs[i][0]);
+      query[token / kTileQueries].put(angles[i].rotated(inputs[i][0]), token % kTileQueries, piece);
       slot.key[key][KeySlot::key_piece(key, piece)] = angles[i].rotated(inputs[i][1]);
       slot.value[key][KeySlot::value_piece(key, piece)] = inputs[i][2];
     }
   }
-  __device__ __forceinline__ void queries(uint4 (&q)[2][2], int index, int group, int quarter) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = index * kTileQueries + i / 2 * 8 + group;
-      q[i / 2][i % 2] = query[token][KeySlot::key_piece(token, i % 2 * 4 + quarter)];
-    }
-  }
   // Of an oversized chunk the last tokens stay; the others would be written to the same places.
   __device__ __forceinline__ void write(bf16* ring_k, bf16* ring_v, int edge, int capacity, int valid) const {
-    const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    const int piece = threadIdx.x % kPieces;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int token = first + i * kRows, key = token % kTileKeys;
+      const int token = token_of(i), key = token % kTileKeys;
       if (token < valid - capacity || token >= valid) continue;
       const KeySlot& slot = tile[token / kTileKeys];
       const int64_t place = static_cast<int64_t>((edge + token) % capacity) * kHeadDim + 8 * piece;
@@ -173,8 +171,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
     }
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i) {
-      uint4 q[2][2];
-      chunk.queries(q, i, group, quarter);
+      uint4 q[4];
+      chunk.query[i].load(q, lane);
 #pragma unroll
       for (int n = 0; n < kCount; ++n)
         Softmax::multiply(score[i][n], tile[n], q);

@@ -62,6 +62,29 @@ struct KeySlot {
   }
 };
 
+// 16 queries in shared memory as `mma` takes them, so that a thread loads them into registers that follow one another.
+struct QueryTile {
+  uint4 part[kHeadDim / 16][32];  // [16 dimensions][what thread 4 * g + t holds, permuted]
+
+  // A piece of a query. All lanes of a warp call it together, with the tokens of its second half 8 later than those of
+  // its first.
+  __device__ __forceinline__ void put(const uint4& x, int token, int piece) {
+    const bool late = token & 8;
+    const uint2 low = {x.x, x.y}, high = {x.z, x.w}, sent = late ? low : high, kept = late ? high : low;
+    const uint2 other = {__shfl_xor_sync(0xffffffffu, sent.x, 16), __shfl_xor_sync(0xffffffffu, sent.y, 16)};
+    part[piece / 4 * 2 + late][place(piece / 4, token % 8 * 4 + piece % 4)] =
+        late ? uint4{other.x, kept.x, other.y, kept.y} : uint4{kept.x, other.x, kept.y, other.y};
+  }
+  __device__ __forceinline__ void load(uint4 (&q)[4], int lane) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      q[i] = part[i][place(i / 2, lane)];
+  }
+
+ private:
+  static __device__ __forceinline__ int place(int half, int lane) { return lane ^ half * 4; }
+};
+
 // Keeps the compiler from working a value out anew where it is used, or an address from what it has in common with
 // another one.
 template <typename T>
@@ -154,13 +177,24 @@ struct Softmax {
   float total[2] = {};            // of this thread's keys alone
   float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
-  // Scores of a tile's keys, to be handed to `mask` and `weigh`.
+  // Scores of a tile's keys, to be handed to `mask` and `weigh`. `q`: [row g, row g + 8][32 dimensions: 8t .. 8t + 7],
+  // or what a QueryTile has for this thread.
   static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         mma(score[i], q[0][j], q[1][j], tile.key[i][j]);
+  }
+  static __device__ __forceinline__ void multiply(float (&score)[2][4], const KeyTile& tile, const uint4 (&q)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint4 &key = tile.key[i][j], &first = q[2 * j], &second = q[2 * j + 1];
+        mma(score[i], first.x, first.y, first.z, first.w, key.x, key.y);
+        mma(score[i], second.x, second.y, second.z, second.w, key.z, key.w);
+      }
   }
   // Leaves the scores of a tile that count. `query`: the first token.
   static __device__ __forceinline__ void mask(float (&score)[2][4], const TileSight& sight, int query, int window) {
