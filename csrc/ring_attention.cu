@@ -189,6 +189,16 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
         Softmax::mask(score[i][n], sight, i * kTileQueries, params.window);
       }
     }
+    // Most steps have no score far above what weights are relative to: they need neither the other lanes' scores nor
+    // other results.
+    bool exceeded = false;
+#pragma unroll
+    for (int i = 0; i < QUERY_TILES; ++i)
+      exceeded |= softmax[i].exceeded(score[i], params.scale);
+    if (__any_sync(0xffffffffu, exceeded))
+#pragma unroll
+      for (int i = 0; i < QUERY_TILES; ++i)
+        softmax[i].raise(score[i], params.scale);
 #pragma unroll
     for (int i = 0; i < QUERY_TILES; ++i)
       softmax[i].weigh(score[i], params.scale);

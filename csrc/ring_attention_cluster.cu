@@ -145,7 +145,11 @@ __global__ void __launch_bounds__(kThreads, 2) ring_attention_cluster_kernel(con
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       Softmax::mask(score[i], sight[i], query_token, params.window);
-    softmax.weigh(score, params.scale);
+#pragma unroll
+    for (int i = 0; i < 8 * kCount; ++i)  // the scale later, in a register of its own, would be one too many
+      score[i / 8][i / 4 % 2][i % 4] *= params.scale;
+    softmax.raise(score, 1.0f);
+    softmax.weigh(score, 1.0f);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       KeyTile tile;

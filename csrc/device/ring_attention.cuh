@@ -173,7 +173,7 @@ struct TileSight {
 
 // Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
 struct Softmax {
-  float highest[2] = {kLowest, kLowest};
+  float highest[2] = {kLowest, kLowest};  // what weights are relative to; the highest score is hardly above
   float total[2] = {};            // of this thread's keys alone
   float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
@@ -207,20 +207,29 @@ struct Softmax {
       if (token >= sight.end || ahead < 0 || ahead >= window) score[i / 4][i % 4] = -INFINITY;
     }
   }
-  // Makes weights of the scores of N tiles, to be handed to `gather` before the next ones.
+  // The highest score of N tiles that this thread has of row g + 8h.
   template <int N>
-  __device__ __forceinline__ void weigh(float (&score)[N][2][4], float scale) {
+  static __device__ __forceinline__ float top(const float (&score)[N][2][4], int h) {
+    float top = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < 8 * N; ++i)
-      score[i / 8][i / 4 % 2][i % 4] *= scale;
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        top = fmaxf(top, score[n][i / 2][2 * h + i % 2]);
+    return top;
+  }
+  // Whether one is far above what weights are relative to.
+  template <int N>
+  __device__ __forceinline__ bool exceeded(const float (&score)[N][2][4], float scale) const {
+    constexpr float kSlack = 8.0f;  // weights stay below 2^8
+    return fmaf(top(score, 0), scale, -highest[0]) > kSlack | fmaf(top(score, 1), scale, -highest[1]) > kSlack;
+  }
+  // Makes weights relative to the highest score so far. All lanes of a warp together.
+  template <int N>
+  __device__ __forceinline__ void raise(const float (&score)[N][2][4], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float highest_now = highest[h];
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          highest_now = fmaxf(highest_now, score[n][i / 2][2 * h + i % 2]);
+      float highest_now = fmaxf(highest[h], top(score, h) * scale);
       highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 1));
       highest_now = fmaxf(highest_now, __shfl_xor_sync(0xffffffffu, highest_now, 2));
       const float kept = exp2_approx(highest[h] - highest_now);
@@ -231,15 +240,19 @@ struct Softmax {
         result[j][2 * h] *= kept;
         result[j][2 * h + 1] *= kept;
       }
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& s = score[n][i / 2][2 * h + i % 2];
-          s = exp2_approx(s - highest_now);
-          total[h] += s;
-        }
     }
+  }
+  // Makes weights of the scores of N tiles, to be handed to `gather` before the next ones.
+  template <int N>
+  __device__ __forceinline__ void weigh(float (&score)[N][2][4], float scale) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& s = score[n][i / 4][i % 4];
+        s = exp2_approx(fmaf(s, scale, -highest[i % 4 / 2]));
+        total[i % 4 / 2] += s;
+      }
   }
   // Adds a tile's values.
   __device__ __forceinline__ void gather(const float (&weight)[2][4], const KeyTile& tile) {
