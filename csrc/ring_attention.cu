@@ -69,40 +69,61 @@ struct Chunk {
       const int token = token_of(i), key = token % kTileKeys;
       if (token < valid - capacity || token >= valid) continue;
       const KeySlot& slot = tile[token / kTileKeys];
-      const int64_t place = static_cast<int64_t>((edge + token) % capacity) * kHeadDim + 8 * piece;
+      int position = edge + token;
+      while (position >= capacity)
+        position -= capacity;
+      const int64_t place = static_cast<int64_t>(position) * kHeadDim + 8 * piece;
       *reinterpret_cast<uint4*>(ring_k + place) = slot.key[key][KeySlot::key_piece(key, piece)];
       *reinterpret_cast<uint4*>(ring_v + place) = slot.value[key][KeySlot::value_piece(key, piece)];
     }
   }
 };
 
-// What each warp found for all queries, in shared memory; its results of 16 queries each lie where its first tiles
-// were.
+// What each warp found for all queries, in shared memory: its results of 16 queries lie where its first tiles were, each
+// as the thread has it that holds those queries and dimensions in every warp.
 template <int QUERY_TILES, int WARPS>
 struct Partials {
-  float2 (&sums)[WARPS][QUERY_TILES * kTileQueries];  // highest score and total of the weights
+  static constexpr int kParts = QUERY_TILES * 4, kOwn = kParts / WARPS;  // eights of dimensions; that a warp finishes
+  static_assert(kParts % WARPS == 0);
+  float2 (&sums)[WARPS][QUERY_TILES * kTileQueries];  // what weights are relative to, and their total
   KeySlot* slots;
+  int group, quarter;
 
-  __device__ __forceinline__ float4& result(int warp, int token, int part) const {
-    static_assert(sizeof(KeySlot) == kTileQueries * kHeadDim * sizeof(float));
-    return reinterpret_cast<float4*>(slots + token / kTileQueries * WARPS +
-                                     warp)[result_place(token % kTileQueries, part)];
+  // Of a part: the token of this thread, and the first dimension.
+  __device__ __forceinline__ int token(int part) const {
+    return part / 4 * kTileQueries + part / 2 % 2 * 8 + group;
   }
-  __device__ __forceinline__ void put(const Softmax& softmax, int warp, int query, int valid, int group, int quarter) {
+  __device__ __forceinline__ int dimension(int part) const { return 16 * quarter + part % 2 * 8; }
+
+  __device__ __forceinline__ void put(const Softmax (&softmax)[QUERY_TILES], int warp) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float total = softmax.row_total(h);
-      const int token = query + group + 8 * h;
-      if (token >= valid) continue;
-      if (quarter == 0) sums[warp][token] = {softmax.highest[h], total};
+    for (int part = 0; part < kParts; ++part) {
+      const Softmax& of = softmax[part / 4];
+      const int h = part / 2 % 2, half = part % 2;
+      if (half == 0) {
+        const float total = of.row_total(h);
+        if (quarter == 0) sums[warp][token(part)] = {of.highest[h], total};
+      }
 #pragma unroll
-      for (int d = 0; d < 4; ++d)
-        result(warp, token, 4 * quarter + d) = softmax.four(h, d);
+      for (int i = 0; i < 2; ++i)
+        four(warp, part, i) = of.four(h, 2 * half + i);
     }
   }
-  __device__ __forceinline__ float4 merged(int token, int part) const {
-    return merge<WARPS>([&](int warp) -> const float2& { return sums[warp][token]; },
-                        [&](int warp) -> const float4& { return result(warp, token, part); });
+  // Eight dimensions over all keys.
+  __device__ __forceinline__ uint4 merged(int part) const {
+    const auto merged_four = [&](int i) {
+      return merge<WARPS>([&](int warp) -> const float2& { return sums[warp][token(part)]; },
+                          [&](int warp) -> const float4& { return four(warp, part, i); });
+    };
+    const float4 low = merged_four(0), high = merged_four(1);
+    return {pack_bf16(low.x, low.y), pack_bf16(low.z, low.w), pack_bf16(high.x, high.y), pack_bf16(high.z, high.w)};
+  }
+
+ private:
+  __device__ __forceinline__ float4& four(int warp, int part, int i) const {
+    static_assert(sizeof(KeySlot) == 4 * 2 * 32 * sizeof(float4));
+    float4* const results = reinterpret_cast<float4*>(slots + part / 4 * WARPS + warp);
+    return results[(part % 4 * 2 + i) * 32 + 4 * group + quarter];
   }
 };
 
@@ -226,19 +247,18 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
       attend(std::integral_constant<int, 1>{}, first, [] {});
 
   static_assert(QUERY_TILES <= STEP * STAGES);
-  Partials<QUERY_TILES, WARPS> partials = {sums, slots};
+  const Partials<QUERY_TILES, WARPS> partials = {sums, slots, group, quarter};
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < QUERY_TILES; ++i)
-    partials.put(softmax[i], warp, i * kTileQueries, valid, group, quarter);
+  partials.put(softmax, warp);
   __syncthreads();
-  const int64_t target = (row * params.tokens * params.heads + head) * kHeadDim;
-#pragma unroll 2
-  for (int item = threadIdx.x; item < params.tokens * (kHeadDim / 4); item += 32 * WARPS) {
-    const int token = item / (kHeadDim / 4), part = item % (kHeadDim / 4);
-    const float4 y = partials.merged(token, part);  // of tokens beyond `valid` nothing is known
-    *reinterpret_cast<uint2*>(static_cast<bf16*>(params.out) + target + token * params.heads * kHeadDim + 4 * part) =
-        token < valid ? uint2{pack_bf16(y.x, y.y), pack_bf16(y.z, y.w)} : uint2{};
+  bf16* const out = static_cast<bf16*>(params.out) + (row * params.tokens * params.heads + head) * kHeadDim;
+#pragma unroll
+  for (int i = 0; i < partials.kOwn; ++i) {
+    const int part = warp * partials.kOwn + i, token = partials.token(part);
+    const uint4 y = partials.merged(part);  // of tokens beyond `valid` nothing is known
+    if (token < params.tokens)
+      *reinterpret_cast<uint4*>(out + token * params.heads * kHeadDim + partials.dimension(part)) =
+          token < valid ? y : uint4{};
   }
   if (params.write)
     chunk.write(static_cast<bf16*>(params.ring_k) + base, static_cast<bf16*>(params.ring_v) + base, edge,

@@ -302,7 +302,7 @@ __device__ __forceinline__ float4 merge(const Sums& sums, const Result& result) 
     total += weight * sums(n).y;
     y = {fmaf(weight, x.x, y.x), fmaf(weight, x.y, y.y), fmaf(weight, x.z, y.z), fmaf(weight, x.w, y.w)};
   }
-  const float factor = 1.0f / total;
+  const float factor = __fdividef(1.0f, total);
   return {y.x * factor, y.y * factor, y.z * factor, y.w * factor};
 }
 
