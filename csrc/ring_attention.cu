@@ -1,9 +1,9 @@
 // moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring.
 //
-// One block per head and batch row. Its warps share the keys, 16 at a time; each has the next few of its tiles copied
-// into shared memory, of which a thread reads 16 contiguous bytes of a key (see device/mma.cuh) or of a value. Their
-// partial softmaxes are merged at the end; after that nobody reads the ring any more, and the chunk's own tokens are
-// written.
+// One block per head and batch row, or one warp. The warps of a head share the keys, 16 at a time;
+// each has the next few of its tiles copied into shared memory, of which a thread reads 16 contiguous bytes of a key
+// (see device/mma.cuh) or of a value. Their partial softmaxes are merged at the end; after that nobody reads the ring
+// any more, and the chunk's own tokens are written.
 #include <algorithm>
 #include <type_traits>
 
@@ -30,7 +30,7 @@ struct Chunk {
 
   // Of item `i` of this thread. A warp has two neighbours at once, and the two that are 8 later.
   static __device__ __forceinline__ int token_of(int i) {
-    const int pairs = threadIdx.x / 32 + i * (THREADS / 32), lane = threadIdx.x % 32;
+    const int pairs = threadIdx.x % THREADS / 32 + i * (THREADS / 32), lane = threadIdx.x % 32;
     return pairs / 4 * kTileQueries + pairs % 4 * 2 + lane / 8 % 2 + lane / 16 * 8;
   }
   // `wait`: for the kernel that writes `qkv`. All loads of a thread are on their way before the first is used.
@@ -79,8 +79,8 @@ struct Chunk {
   }
 };
 
-// What each warp found for all queries, in shared memory: its results of 16 queries lie where its first tiles were, each
-// as the thread has it that holds those queries and dimensions in every warp.
+// What each warp found for all queries, in shared memory: its results of 16 queries lie where its first tiles were,
+// each as the thread has it that holds those queries and dimensions in every warp.
 template <int QUERY_TILES, int WARPS>
 struct Partials {
   static constexpr int kParts = QUERY_TILES * 4, kOwn = kParts / WARPS;  // eights of dimensions; that a warp finishes
@@ -90,9 +90,7 @@ struct Partials {
   int group, quarter;
 
   // Of a part: the token of this thread, and the first dimension.
-  __device__ __forceinline__ int token(int part) const {
-    return part / 4 * kTileQueries + part / 2 % 2 * 8 + group;
-  }
+  __device__ __forceinline__ int token(int part) const { return part / 4 * kTileQueries + part / 2 % 2 * 8 + group; }
   __device__ __forceinline__ int dimension(int part) const { return 16 * quarter + part % 2 * 8; }
 
   __device__ __forceinline__ void put(const Softmax (&softmax)[QUERY_TILES], int warp) const {
@@ -127,17 +125,32 @@ struct Partials {
   }
 };
 
-// QUERY_TILES: of 16 tokens. STEP: tiles of keys that a warp weighs together. STAGES: steps of a warp that are on their
-// way at once. BLOCKS: on a multiprocessor.
-template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
-  extern __shared__ KeySlot slots[];
-  __shared__ Chunk<QUERY_TILES, 32 * WARPS> chunk;
-  __shared__ float2 sums[WARPS][QUERY_TILES * kTileQueries];
+// QUERY_TILES: of 16 tokens. WARPS: of a head. STEP: tiles of keys that a warp weighs together. STAGES: steps of a warp
+// that are on their way at once. BLOCKS: on a multiprocessor. HEADS: of a block; several have a warp each.
+template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS, int HEADS>
+__global__ void __launch_bounds__(32 * WARPS * HEADS, BLOCKS) ring_attention_kernel(const RingAttentionParams params) {
+  static_assert(HEADS == 1 || WARPS == 1);
+  extern __shared__ KeySlot memory[];
+  __shared__ Chunk<QUERY_TILES, 32 * WARPS> chunks[HEADS];
+  __shared__ float2 all_sums[HEADS][WARPS][QUERY_TILES * kTileQueries];
 
-  const int head = blockIdx.x;
+  constexpr int kAhead = WARPS * STEP * STAGES;  // tiles of a head that are on their way at once
+  // In uniform registers, and all that follows from it.
+  const int number = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = HEADS == 1 ? number : 0, place_in_block = HEADS == 1 ? 0 : number;
+  const int head = blockIdx.x * HEADS + place_in_block;
+  if (head >= params.heads) return;
+  KeySlot* const slots = memory + place_in_block * kAhead;
+  Chunk<QUERY_TILES, 32 * WARPS>& chunk = chunks[place_in_block];
+  float2(&sums)[WARPS][QUERY_TILES * kTileQueries] = all_sums[place_in_block];
+  const auto sync = [] {
+    if constexpr (WARPS == 1)
+      __syncwarp();
+    else
+      __syncthreads();
+  };
+
   const int64_t row = blockIdx.y;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // in uniform registers, and all that follows from it
   const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   cudaTriggerProgrammaticLaunchCompletion();
   // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
@@ -152,8 +165,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;
   const int tokens_held = static_cast<int>(place.start < params.window - 1 ? place.start : params.window - 1);
   const int edge = static_cast<int>(place.start % params.capacity);
-  // Rings that L2 has no room for go first: they are read once, and what the kernels of a layer hand on stays in L2 then
-  // until the next layer overwrites it. Otherwise it goes to memory, beside the rings.
+  // Rings that L2 has no room for go first: they are read once, and what the kernels of a layer hand on stays in L2
+  // then until the next layer overwrites it. Otherwise it goes to memory, beside the rings.
   const uint64_t policy = fit_l2(params) ? policy_evict_normal() : policy_evict_first();
   Ring ring(params.ring_k, params.ring_v, base, -tokens_held, edge, params.capacity, lane);
   ring.hold();
@@ -161,7 +174,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const int tiles = ring_tiles + (valid + kTileKeys - 1) / kTileKeys;
 
   // One group of copies for each step of this warp, also where there is none, so that their number says what is there.
-  constexpr int kAhead = WARPS * STEP * STAGES;
   const auto slot_of = [&](int tile) { return slots + tile % kAhead; };
   const auto copy = [&](int first) {
 #pragma unroll
@@ -177,7 +189,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
     prefetch_ring(params, place, head);
     cudaGridDependencySynchronize();
   });
-  __syncthreads();
+  sync();
 
   // `taken`: called when the tiles are no longer needed in shared memory.
   Softmax softmax[QUERY_TILES];
@@ -250,7 +262,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) ring_attention_kernel(cons
   const Partials<QUERY_TILES, WARPS> partials = {sums, slots, group, quarter};
   __syncwarp();
   partials.put(softmax, warp);
-  __syncthreads();
+  sync();
   bf16* const out = static_cast<bf16*>(params.out) + (row * params.tokens * params.heads + head) * kHeadDim;
 #pragma unroll
   for (int i = 0; i < partials.kOwn; ++i) {
@@ -289,27 +301,33 @@ MossStatus check(const RingAttentionParams& params) {
   return status;
 }
 
-template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS>
+template <int QUERY_TILES, int WARPS, int STEP, int STAGES, int BLOCKS, int HEADS = 1>
 MossStatus launch(const RingAttentionParams& params) {
-  auto* kernel = ring_attention_kernel<QUERY_TILES, WARPS, STEP, STAGES, BLOCKS>;
-  const int tiles = (params.window + kTileKeys - 2) / kTileKeys;
-  const int shared = std::clamp(tiles, WARPS * QUERY_TILES, WARPS * STEP * STAGES) * static_cast<int>(sizeof(KeySlot));
+  auto* kernel = ring_attention_kernel<QUERY_TILES, WARPS, STEP, STAGES, BLOCKS, HEADS>;
+  constexpr int kAhead = WARPS * STEP * STAGES;
+  const int tiles =
+      (HEADS - 1) * kAhead + std::clamp((params.window + kTileKeys - 2) / kTileKeys, WARPS * QUERY_TILES, kAhead);
+  const int shared = tiles * static_cast<int>(sizeof(KeySlot));
   const MossStatus status = check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kOp, "cudaFuncSetAttribute");
   if (status != MOSS_OK) return status;
-  return launch_kernel(kOp, kernel, params, dim3(params.heads, params.batch), dim3(32 * WARPS), shared);
+  const dim3 grid((params.heads + HEADS - 1) / HEADS, params.batch);
+  return launch_kernel(kOp, kernel, params, grid, dim3(32 * WARPS * HEADS), shared);
 }
 
 // Small blocks, several of them on a multiprocessor: while some wait for what depends on the slot, others read. Where
 // not all blocks run at once they are smaller still, so that more of them do; where few are, all have more on its way.
-// No more of them than all at once need, since that leaves a thread more registers.
+// No more of them than all at once need, since that leaves a thread more registers. Some more heads than there is room
+// for run at once with a warp each: ten on a multiprocessor, where two warps each leave room for eight.
 MossStatus dispatch(const RingAttentionParams& params) {
   const int64_t count = static_cast<int64_t>(params.batch) * params.heads;
   if (params.tokens > kTileQueries)
     return count <= 3 * kMultiprocessors ? launch<2, 4, 2, 1, 3>(params) : launch<2, 2, 2, 1, 6>(params);
   if (count <= 3 * kMultiprocessors) return launch<1, 4, 2, 2, 3>(params);
   if (count <= 4 * kMultiprocessors) return launch<1, 4, 2, 1, 4>(params);
-  return count <= 6 * kMultiprocessors ? launch<1, 2, 2, 1, 6>(params) : launch<1, 2, 2, 1, 8>(params);
+  if (count <= 6 * kMultiprocessors) return launch<1, 2, 2, 1, 6>(params);
+  const bool at_once = count > 8 * kMultiprocessors && count <= 10 * kMultiprocessors;
+  return at_once ? launch<1, 1, 2, 2, 5, 2>(params) : launch<1, 2, 2, 1, 8>(params);
 }
 
 }  // namespace

@@ -174,8 +174,8 @@ struct TileSight {
 // Attention of 16 queries over the keys seen so far; rows g and g + 8 of this thread.
 struct Softmax {
   float highest[2] = {kLowest, kLowest};  // what weights are relative to; the highest score is hardly above
-  float total[2] = {};            // of this thread's keys alone
-  float result[kPieces][4] = {};  // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
+  float total[2] = {};                    // of this thread's keys alone
+  float result[kPieces][4] = {};          // [j][2h + i]: dimension 16t + 8i + j of row g + 8h
 
   // Scores of a tile's keys, to be handed to `mask` and `weigh`. `q`: [row g, row g + 8][32 dimensions: 8t .. 8t + 7],
   // or what a QueryTile has for this thread.
