@@ -113,7 +113,7 @@ def test_write_follows_the_attention(capacity):
     ("heads", "tokens"),
     [(2, tokens) for tokens in (1, 2, 15, 16, 17, 30, 32, 40, 256, 257, 480)]
     + [(heads, tokens) for heads in (40, 80) for tokens in (1, 15, 17, 32, 40)]
-    + [(60, 15), (100, 1), (100, 16), (140, 1), (140, 16)],
+    + [(60, 15), (100, 1), (100, 16), (140, 1), (140, 16), (190, 1), (191, 16)],
 )
 @pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33), (417, 417), (420, 418)])
 def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
@@ -134,7 +134,7 @@ def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capac
 def inputs_with_scores(scores: torch.Tensor, tokens: int, heads: int) -> RingInputs:
     """A row whose keys in the ring and in the chunk have nearly these scores in log2 [keys] with any query."""
     held = len(scores) - tokens
-    sizes = {"tokens": tokens, "heads": heads, "head_dim": 64, "capacity": held, "window": held}
+    sizes = {"slots": 1, "tokens": tokens, "heads": heads, "head_dim": 64, "capacity": held, "window": held}
     inputs = make_inputs([(0, tokens, held)], **sizes, dtype=torch.bfloat16)
     direction = torch.randn(64, generator=torch.Generator().manual_seed(1))
     direction *= (64**0.5 * math.log(2)) ** 0.5 / direction.norm()
@@ -147,10 +147,10 @@ def inputs_with_scores(scores: torch.Tensor, tokens: int, heads: int) -> RingInp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", [(-90, 90), (90, -90), (-90, -60), (-60, -90), (0, 0), (-500, -400), (300, 500)])
-@pytest.mark.parametrize("heads", [2, 80])
-def test_scores_of_any_size_on_the_gpu(moss_library, heads, scores):
+@pytest.mark.parametrize(("heads", "tokens"), [(2, 200), (80, 200), (500, 16), (600, 16), (600, 32), (1100, 9)])
+def test_scores_of_any_size_on_the_gpu(moss_library, heads, tokens, scores):
     """Rising, falling, of either sign: weights must neither overflow nor all vanish."""
-    inputs = inputs_with_scores(torch.linspace(*scores, 400), 200, heads)
+    inputs = inputs_with_scores(torch.linspace(*scores, 400), tokens, heads)
     exact = inputs.exact_attention()
     rounding = error(inputs.attend(ring_attention_reference), exact)
     assert error(inputs.to("cuda").attend(ring_attention), exact) <= 2 * rounding
