@@ -357,6 +357,9 @@ MossStatus check_tile(const CodecLinearParams& params) {
                      "`%s`: with a tile there must be no norm, `x_dtype` bfloat16, `outputs` a multiple of 8 and "
                      "`inputs` of %d, got %d and %d",
                      kOp, slice, params.outputs, params.inputs);
+  if (params.partial && (params.gelu || params.scale || params.out_dtype != MOSS_FLOAT32))
+    return set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                     "`%s`: with `partial` there must be no GELU and no scale, and `out_dtype` float32", kOp);
   status = check_pointer(kOp, "scale", params.scale, 16, true);
   return status == MOSS_OK ? check_pointer(kOp, "out", params.out, 16) : status;
 }
@@ -381,7 +384,7 @@ MossStatus check(const CodecLinearParams& params) {
   if (status == MOSS_OK) status = check_pointer(kOp, "norm_sums", params.norm_sums, 8, params.norm_weight == nullptr);
   if (status == MOSS_OK) status = check_pointer(kOp, "scale", params.scale, 4, true);
   if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 8);
-  if (status == MOSS_OK && params.tile_columns > 0) status = check_tile(params);
+  if (status == MOSS_OK && (params.tile_columns > 0 || params.partial)) status = check_tile(params);
   return status;
 }
 
@@ -394,6 +397,7 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
+  if (params->partial) return launch_partial(*params);
   if (params->tile_columns >= kWideColumns && params->slices == 1) return launch_tiles(*params);
   return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);
 }

@@ -13,6 +13,7 @@ constexpr int kWideColumns = 96;  // tiles of so many outputs or more, not in sl
 // For arguments that have been checked, by the tile that they name.
 MossStatus launch_clusters(const CodecLinearParams& params);
 MossStatus launch_tiles(const CodecLinearParams& params);
+MossStatus launch_partial(const CodecLinearParams& params);
 
 // For those of launch_tiles whose tile has 128 rows and 96, 128, 144 or 192 columns, with more tiles than
 // multiprocessors.

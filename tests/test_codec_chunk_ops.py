@@ -16,6 +16,7 @@ from moss_kernels import _launch
 from moss_kernels.chunk_epilogue import chunk_epilogue_reference
 from moss_kernels.chunk_prologue import chunk_prologue_reference
 from moss_kernels.codec_linear import codec_linear_reference
+from moss_kernels.codec_linear.reference import add_partials_reference, partial_sums_reference
 from moss_kernels.ring_attention import ring_attention, ring_attention_reference, rope_tables
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.codec_weights import codec_weights
@@ -90,11 +91,21 @@ def expected_outputs(op, arguments, options):
     if op == "codec_linear":
         options = dict(zip(("x", "weight", "out"), arguments, strict=False)) | options
         out, x, weight = options["out"], options["x"].float(), options["weight"].float()
+        if out.dim() == 3:
+            sums = torch.empty_like(out)
+            partial_sums_reference(x, weight, sums)
+            return {"out": (out, sums)}
+        written = {}
+        if options.get("partials") is not None:
+            x = x.clone()
+            add_partials_reference(x, options["partials"], options["partials_scale"])
+            written = {"x": (options["x"], x)}
+            x = x.to(options["x"].dtype).float()
         parts = {name: options.get(name) for name in ("norm_weight", "norm_bias", "scale")}
         parts = {name: part if part is None else part.float() for name, part in parts.items()}
         residual = None if parts["scale"] is None else out.float()
         y = codec_linear_reference(x, weight, gelu=options.get("gelu", False), residual=residual, **parts)
-        return {"out": (out, y)}
+        return written | {"out": (out, y)}
     qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
     y, keys, values = torch.empty(out.shape, device=out.device), ring_k.clone(), ring_v.clone()
     ring_attention_reference(qkv.float(), cos_sin, ring_k.float(), ring_v.float(), *rest, y)
@@ -166,6 +177,25 @@ def require_right_steps(codec, frames, *, steps=3, start=0):
 def test_every_op_of_the_toy_step_is_right(golden):
     require_right_steps(toy(golden, "cpu", torch.float32), 2)
     require_right_steps(toy(golden, "cpu", torch.bfloat16), 3, start=50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype):
+    """Every linear into the stream but a stage's last in two slices, as few rows on a GPU do; the same audio."""
+    codec = toy(golden, "cpu", dtype)
+    codes, audio = torch.randint(codec.config.codebook_size, (2, 3, codec.config.codebooks)), []
+    for slices in (0, 2):
+        monkeypatch.setattr(codec_layers, "partial_slices", mock.Mock(return_value=slices))
+        monkeypatch.setattr(codec_layers, "partial_elements", lambda m, n, k: 2 * m * n)
+        chunk = CodecChunk(codec, 2, max_batch=2, frames=(3,))
+        with mock.patch.object(codec_layers, "codec_linear", side_effect=codec_layers.codec_linear) as linear:
+            audio.append(chunk(codes, [0, 1], [3, 3]))
+        left = [call.kwargs for call in linear.call_args_list if call.kwargs.get("partials") is not None]
+        layers = sum(stage.config.layers for stage in chunk.stages)
+        assert len(left) == (2 * layers - len(chunk.stages) if slices else 0)
+        require_right_steps(codec, 2)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert relative_error(audio[1], audio[0]) < tolerance
 
 
 @pytest.mark.parametrize(

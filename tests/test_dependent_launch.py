@@ -30,9 +30,10 @@ OPS = (
 # Hints, and volatile loads of what chooses them.
 HARMLESS = re.compile(r"prefetch|ld\.volatile")
 TOUCHES_MEMORY = re.compile(r"\b(ld\.global|st\.global|cp\.async\.(ca|cg|bulk)|red\.|atom\.)\S*")
-# Loads of a norm's parameters, which no kernel writes, ahead of the wait: weight and bias in parts, weight.
+# Loads of a norm's parameters, which no kernel writes, ahead of the wait: weight and bias in parts, and with partial
+# sums their scale; weight.
 PARAMETER_LOADS = {
-    "layer_norm_kernel": lambda sizes: 2 * triton.cdiv(sizes["K"], sizes["BLOCK_K"]),
+    "layer_norm_kernel": lambda sizes: (3 if sizes["SPLITS"] else 2) * triton.cdiv(sizes["K"], sizes["BLOCK_K"]),
     "rms_norm_kernel": lambda sizes: 1,
 }
 
@@ -52,7 +53,7 @@ def specs():
         for spec in importlib.import_module(f"moss_kernels.{op}.triton_kernel").compile_specs():
             kernel, signature, constexprs, _ = spec
             if constexprs.get("DEPENDENT") and ("*bf16" in signature.values() or op == "chunk_epilogue"):
-                kinds = ("BLOCK", "NORM", "ROUNDS")
+                kinds = ("BLOCK", "NORM", "ROUNDS", "SPLITS")
                 tile = tuple(value for name, value in constexprs.items() if name.startswith(kinds))
                 chosen.setdefault((kernel.__name__, *tile), spec)
     return chosen
@@ -70,7 +71,7 @@ def test_nothing_is_touched_before_the_wait(name):
         ahead, behind = ptx.split("griddepcontrol.wait")
         if name == "backbone_linear_kernel":  # between two of these a third would start beside the first
             assert "launch_dependents" in behind and "launch_dependents" not in ahead, constexprs
-        if name == "rms_norm_kernel":
+        if name == "rms_norm_kernel" or constexprs.get("SPLITS"):
             loads, sums = behind.split("griddepcontrol.launch_dependents")
             assert "launch_dependents" in ahead and "ld.global" in loads and "ld.global" not in sums, constexprs
 

@@ -25,13 +25,13 @@ struct Ring {
   }
 };
 
-// Shared memory of a block: stages of CONSUMERS times kGroupRows rows and N rows of weights, with two barriers each;
-// between stages and barriers EXTRA bytes, a multiple of 16.
-template <int N, int CONSUMERS, int EXTRA = 0>
+// Shared memory of a block, up to BYTES: stages of CONSUMERS times kGroupRows rows and N rows of weights, with two
+// barriers each; between stages and barriers EXTRA bytes, a multiple of 16.
+template <int N, int CONSUMERS, int EXTRA = 0, int BYTES = kSharedBytes>
 struct Shared {
   static constexpr int kRows = kGroupRows * CONSUMERS, kRowBytes = kRows * kStep * 2;
   static constexpr int kStageBytes = kRowBytes + N * kStep * 2;
-  static constexpr int kStages = (kSharedBytes - kBarrierBytes - kAlignment - EXTRA) / kStageBytes;
+  static constexpr int kStages = (BYTES - kBarrierBytes - kAlignment - EXTRA) / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes + EXTRA + kBarrierBytes + kAlignment;
   uint32_t base;
 
@@ -57,9 +57,9 @@ __device__ __forceinline__ uint32_t aligned_address(const void* memory) {
 }
 
 // The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
-template <int N, int CONSUMERS, int EXTRA>
-__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS, EXTRA> shared,
-                                         Ring<Shared<N, CONSUMERS, EXTRA>::kStages>& ring, int steps, int group,
+template <int N, int CONSUMERS, int EXTRA, int BYTES>
+__device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMERS, EXTRA, BYTES> shared,
+                                         Ring<Shared<N, CONSUMERS, EXTRA, BYTES>::kStages>& ring, int steps, int group,
                                          bool wanted) {
   uint32_t previous = 0;
 #pragma unroll 1

@@ -402,6 +402,7 @@ typedef struct CodecLinearParams {
   int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 8, K of 64 * slices, `out` and `scale`
                            aligned to 16 bytes; with 96 or more in one slice out bf16, not both GELU and scale */
   int32_t slices;       /* of the inputs, one for each block of a cluster */
+  int32_t partial;      /* 1: out [slices, M, N] fp32 = the sum over each slice; no cluster, no GELU, no scale */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;
 

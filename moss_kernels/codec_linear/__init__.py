@@ -5,17 +5,34 @@ import torch
 from moss_kernels import _checks, _library
 
 from . import cuda_kernel
-from .reference import codec_linear_reference, layer_norm_sums
+from .reference import add_partials_reference, codec_linear_reference, layer_norm_sums, partial_sums_reference
+from .tiles import partial_elements, partial_tile_for
 
-__all__ = ["codec_linear", "codec_linear_reference", "layer_norm_sums", "scratch_size"]
+__all__ = [
+    "codec_linear",
+    "codec_linear_reference",
+    "layer_norm_sums",
+    "partial_elements",
+    "partial_slices",
+    "scratch_size",
+]
 
 _OP = "codec_linear"
 _DTYPES = (torch.float32, torch.bfloat16)
+_BACKENDS = ("cuda", "triton", "reference")
 
 
 def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
     """Elements of `scratch` that `codec_linear` needs for M rows: normalised inputs, or a product before its scale."""
     return m * (k if norm else n)
+
+
+def partial_slices(m: int, weight: torch.Tensor) -> int:
+    """Slices of the inputs whose sums for M rows are best left to the next norm, as `partials`; 0: none, whole."""
+    tile = partial_tile_for(m, *weight.shape) if weight.is_cuda and weight.dtype == torch.bfloat16 else None
+    if tile is None or _library.backend_for(_OP, _BACKENDS, weight.device) != "cuda":
+        return 0
+    return tile.slices
 
 
 def _check(
@@ -28,6 +45,8 @@ def _check(
     scale: torch.Tensor | None,
     scratch: torch.Tensor | None,
     out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
 ) -> None:
     sizes: dict[str, int] = {}
 
@@ -39,7 +58,14 @@ def _check(
 
     check("x", x, "[M, K]", *_DTYPES)
     check("weight", weight, "[N, K]", *_DTYPES)
-    check("out", out, "[M, N]", *_DTYPES)
+    if out.dim() == 3:
+        check("out", out, "[S, M, N]", torch.float32)
+        if norm_weight is not None or gelu or scale is not None:
+            raise ValueError(f"`{_OP}`: `out` must be [M, N] with a norm, GELU or `scale`, got {tuple(out.shape)}")
+        if sizes["S"] == 0 or sizes["K"] % sizes["S"]:
+            raise ValueError(f"`{_OP}`: `out` must have slices of K = {sizes['K']} alike, got {sizes['S']}")
+    else:
+        check("out", out, "[M, N]", *_DTYPES)
     norm = (norm_weight, norm_bias, norm_sums)
     if any(part is None for part in norm) and norm != (None, None, None):
         raise ValueError(f"`{_OP}`: `norm_weight`, `norm_bias` and `norm_sums` must be given together, or none of them")
@@ -49,6 +75,11 @@ def _check(
         check("norm_weight", norm_weight, "[K]", weight.dtype)
         check("norm_bias", norm_bias, "[K]", weight.dtype)
         check("norm_sums", norm_sums, "[2, N]", torch.float32)
+    if (partials is None) != (partials_scale is None) or (partials is not None and norm_weight is None):
+        raise ValueError(f"`{_OP}`: `partials` and `partials_scale` must be given together, with a norm")
+    if partials is not None:
+        check("partials", partials, "[S, M, K]", torch.float32)
+        check("partials_scale", partials_scale, "[K]", weight.dtype)
     if scale is not None:
         check("scale", scale, "[N]", weight.dtype)
         _checks.require_dtype(_OP, "x", x, weight.dtype)
@@ -67,10 +98,10 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    x, weight, norm_weight, _, _, gelu, scale, _, out = arguments
-    taken = cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out)
-    backends = ("cuda", "triton", "reference") if taken else ("triton", "reference")
-    backend = _library.backend_for(_OP, backends, x.device)
+    x, weight, norm_weight, _, _, gelu, scale, _, out, *_ = arguments
+    left_out = {"triton"} if out.dim() == 3 else set()
+    left_out |= set() if cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out) else {"cuda"}
+    backend = _library.backend_for(_OP, tuple(b for b in _BACKENDS if b not in left_out), x.device)
     if backend == "cuda":
         implementation = cuda_kernel.codec_linear_cuda
     elif backend == "triton":
@@ -90,14 +121,20 @@ def _reference(
     scale: torch.Tensor | None,
     scratch: torch.Tensor | None,
     out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
 ) -> None:
+    if out.dim() == 3:
+        return partial_sums_reference(x, weight, out)
+    if partials is not None:
+        add_partials_reference(x, partials, partials_scale)
     parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
 
 
 _library.OPS.define(
-    "codec_linear(Tensor x, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, Tensor? norm_sums, bool gelu, "
-    "Tensor? scale, Tensor(a!)? scratch, Tensor(b!) out) -> ()"
+    "codec_linear(Tensor(c!) x, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, Tensor? norm_sums, bool gelu, "
+    "Tensor? scale, Tensor(a!)? scratch, Tensor(b!) out, Tensor? partials=None, Tensor? partials_scale=None) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -115,8 +152,13 @@ def codec_linear(
     gelu: bool = False,
     scale: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
 ) -> None:
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
+
+    Where `partial_slices` says so, the product is better left in slices for the call behind it, which adds them to the
+    stream ahead of its norm: the first with an `out` of three dimensions, the other with `partials`.
 
     The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
     3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
@@ -125,10 +167,10 @@ def codec_linear(
     The result of a row depends on the number of rows, by such roundings, but not on its place among them.
 
     Args:
-        x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`.
+        x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`. With `partials` the residual stream: written.
         weight: [N, K] float32 or bfloat16.
         out: [M, N] float32 or bfloat16, written. With `scale` the residual stream: read, and `scale` times the result
-            is added.
+            is added. Or [S, M, N] float32: the sums over S equal slices of the inputs, with none of what follows.
         norm_weight: [K], the dtype of `weight`; None leaves the LayerNorm out.
         norm_bias: [K], the dtype of `weight`; given with `norm_weight`.
         norm_sums: [2, N] float32. `layer_norm_sums(weight, norm_weight, norm_bias)`; given with `norm_weight`.
@@ -136,6 +178,9 @@ def codec_linear(
         scale: [N], the dtype of `weight`; not with a norm.
         scratch: [n], the dtype of `weight`, at least `scratch_size(...)`; needed with a norm or `scale`. What it holds
             afterwards is undefined.
+        partials: [S, M, K] float32, or None; with a norm. `partials_scale` times their sum is added to `x` first, which
+            is rounded as a residual stream in `out` would be.
+        partials_scale: [K], the dtype of `weight`; given with `partials`.
 
     Raises:
         ValueError: A shape, layout or device is wrong, or arguments exclude each other; the message names them.
@@ -144,4 +189,5 @@ def codec_linear(
 
     Graph-safe: yes.
     """
-    torch.ops.moss.codec_linear(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out)
+    norm = (norm_weight, norm_bias, norm_sums)
+    torch.ops.moss.codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale)

@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import CudaTile, cuda_tile_for, is_wide
+from .tiles import CudaTile, cuda_tile_for, is_wide, partial_tile_for
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -36,6 +36,7 @@ class CodecLinearParams(ctypes.Structure):
         ("tile_rows", ctypes.c_int32),
         ("tile_columns", ctypes.c_int32),
         ("slices", ctypes.c_int32),
+        ("partial", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 
@@ -50,6 +51,9 @@ def takes(
 ) -> bool:
     """Whether there is a kernel for these sizes, dtypes and parts."""
     m, (n, k) = x.shape[0], weight.shape
+    if out.dim() == 3:
+        tile = _tile(x, weight, gelu, scale, out)
+        return tile is not None and len(out) == tile.slices
     few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
     few &= weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
     return few or _tile(x, weight, gelu, scale, out) is not None
@@ -59,7 +63,8 @@ def _tile(
     x: torch.Tensor, weight: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor
 ) -> CudaTile | None:
     both = x.dtype == weight.dtype == torch.bfloat16
-    tile = cuda_tile_for(x.shape[0], *weight.shape) if both else None
+    table = partial_tile_for if out.dim() == 3 else cuda_tile_for
+    tile = table(x.shape[0], *weight.shape) if both else None
     if tile is None or not is_wide(tile):
         return tile
     return tile if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
@@ -83,6 +88,8 @@ def codec_linear_cuda(
     scale: torch.Tensor | None,
     scratch: torch.Tensor | None,
     out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
 ) -> None:
     """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them.
 
@@ -96,11 +103,11 @@ def codec_linear_cuda(
     m, (n, k) = x.shape[0], weight.shape
     tile = _tile(x, weight, gelu, scale, out)
     tile_rows, tile_columns, slices = tile or (0, 0, 0)
-    if tile and norm_weight is not None:
+    if norm_weight is not None and (tile or partials is not None):
         from .row_kernels import layer_norm
 
         normed = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, normed)
+        layer_norm(x, norm_weight, norm_bias, normed, partials, partials_scale)
         x, norm_weight, norm_sums = normed, None, None
     params = CodecLinearParams(
         struct_size=ctypes.sizeof(CodecLinearParams),
@@ -121,6 +128,7 @@ def codec_linear_cuda(
         tile_rows=tile_rows,
         tile_columns=tile_columns,
         slices=slices,
+        partial=out.dim() == 3,
         stream=torch.cuda.current_stream(x.device).cuda_stream,
     )
     with torch.cuda.device(x.device):

@@ -39,6 +39,17 @@ def codec_linear_reference(
     return y if scale is None else residual + scale.to(residual.dtype) * y
 
 
+def partial_sums_reference(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Sums over equal slices of the inputs: x [M, K], weight [N, K] floating -> out [S, M, N] floating, written."""
+    for part, x_slice, w_slice in zip(out, x.chunk(len(out), 1), weight.chunk(len(out), 1), strict=True):
+        part.copy_(F.linear(x_slice.to(out.dtype), w_slice.to(out.dtype)))
+
+
+def add_partials_reference(x: torch.Tensor, partials: torch.Tensor, scale: torch.Tensor) -> None:
+    """Adds `scale` [K] times the sum of `partials` [S, M, K] to the residual stream x [M, K], all floating."""
+    x.copy_(x.to(partials.dtype) + scale.to(partials.dtype) * partials.sum(0))
+
+
 def layer_norm_sums(weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
     """What a product with a LayerNorm before it needs to apply the mean and the bias after it.
 

@@ -63,33 +63,63 @@ def _norm(x, weight, bias, out_ptr, row, m, K: tl.constexpr, BLOCK_K: tl.constex
         tl.store(out_ptr + row * K + part * BLOCK_K + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add(x, sums, scale, x_ptr, row, m, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Adds partial sums, one slice behind the other, to rows of the stream that have been loaded, and stores them."""
+    column = tl.arange(0, BLOCK_K)[None, :]
+    stream = ()
+    for part in tl.static_range(len(x)):
+        total = sums[part]
+        for index in tl.static_range(part + len(x), len(sums), len(x)):
+            total += sums[index]
+        y = (_widen(x[part]) + _widen(scale[part]) * total).to(x_ptr.dtype.element_ty)
+        inside = (row < m) & (column < K - part * BLOCK_K)
+        tl.store(x_ptr + row * K + part * BLOCK_K + column, y, mask=inside)
+        stream += (y,)
+    return stream
+
+
 @triton.jit(do_not_specialize=["m"])
 def layer_norm_kernel(
     x_ptr,
     norm_weight_ptr,
     norm_bias_ptr,
+    partials_ptr,
+    scale_ptr,
     out_ptr,
     m,
     K: tl.constexpr,
+    SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
     ROUNDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # A warp has a row in each round, so that sums stay in it.
+    # A warp has a row in each round, so that sums stay in it; with partial sums all warps have one.
     first = tl.program_id(0).to(tl.int64) * (ROUNDS * BLOCK_M) + tl.arange(0, BLOCK_M)[:, None]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    x, weight, bias = (), (), ()
+    x, weight, bias, scale = (), (), (), ()
     for start in tl.static_range(0, K, BLOCK_K):
         weight += (_load(norm_weight_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
         bias += (_load(norm_bias_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
+        if SPLITS > 0:
+            scale += (_load(scale_ptr, 0, True, start, K, BLOCK_M, BLOCK_K),)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     # All rows are on their way before the first is used.
     for part in tl.static_range(ROUNDS * len(weight)):
         row = first + part // len(weight) * BLOCK_M
         x += (_load(x_ptr, row * K, row < m, part % len(weight) * BLOCK_K, K, BLOCK_M, BLOCK_K),)
+    if SPLITS > 0:
+        sums = ()
+        for index in tl.static_range(SPLITS * len(weight)):
+            row = (index // len(weight) * m.to(tl.int64) + first) * K
+            sums += (_load(partials_ptr, row, first < m, index % len(weight) * BLOCK_K, K, BLOCK_M, BLOCK_K),)
+        if DEPENDENT:
+            # Only because no load crosses it: else the compiler loads and adds one slice after the other.
+            tl.extra.cuda.gdc_launch_dependents()
+        x = _add(x, sums, scale, x_ptr, first, m, K, BLOCK_K)
     for turn in tl.static_range(ROUNDS):
         own = x[turn * len(weight) : (turn + 1) * len(weight)]
         _norm(own, weight, bias, out_ptr, first + turn * BLOCK_M, m, K, BLOCK_K)
@@ -110,30 +140,55 @@ def epilogue_kernel(
     tl.store(out_ptr + index, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def layer_norm(x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, out: torch.Tensor) -> None:
+def adding_warps(k: int) -> tuple[int, int]:
+    """Warps of a row of k values with partial sums, which are more to load; columns at a time, 16 bytes a thread."""
+    warps = 2 if k <= 1024 else 4
+    return warps, 128 * warps
+
+
+def layer_norm(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
     """LayerNorm of rows: x [M, K] floating -> out [M, K] of another or the same dtype.
+
+    Args:
+        x: [M, K]. With `partials` `scale` times their sum is added first.
+        norm_weight, norm_bias: [K].
+        out: [M, K], written.
+        partials: [S, M, K] float32, or None.
+        scale: [K]; given with `partials`.
 
     Raises:
         ValueError: An input is not aligned to 4 bytes, as words of two bfloat16 have to be.
     """
     m, k = x.shape
-    for name, tensor in (("x", x), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if tensor.data_ptr() % 4:
+    for name, tensor in (("x", x), ("norm_weight", norm_weight), ("norm_bias", norm_bias), ("partials_scale", scale)):
+        if tensor is not None and tensor.data_ptr() % 4:
             raise ValueError(f"`codec_linear`: `{name}` must be aligned to 4 bytes, got address {tensor.data_ptr():#x}")
     dependent = dependent_launch(x.device, default=True)
-    rounds = 1 if m <= NORM_WAVE else 2
-    layer_norm_kernel[(triton.cdiv(m, rounds * NORM_ROWS),)](
+    rounds, rows, warps, block = 1 if m <= NORM_WAVE else 2, NORM_ROWS, NORM_ROWS, NORM_BLOCK
+    if partials is not None:
+        rounds, rows, (warps, block) = 1, 1, adding_warps(k)
+    layer_norm_kernel[(triton.cdiv(m, rounds * rows),)](
         x,
         norm_weight,
         norm_bias,
+        partials,
+        scale,
         out,
         m,
         K=k,
+        SPLITS=0 if partials is None else partials.shape[0],
         DEPENDENT=dependent,
         ROUNDS=rounds,
-        BLOCK_M=NORM_ROWS,
-        BLOCK_K=min(NORM_BLOCK, triton.next_power_of_2(k)),
-        num_warps=NORM_ROWS,
+        BLOCK_M=rows,
+        BLOCK_K=min(block, triton.next_power_of_2(k)),
+        num_warps=warps,
         launch_pdl=dependent,
     )
 

@@ -175,6 +175,32 @@ _MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     ),
 }
 
+# The same for slices of the inputs whose sums the next norm adds up, where that is faster with it than adding them to
+# the stream at once.
+_MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+    (768, 768): (
+        (33, 128, CudaTile(64, 32, 3)),
+        (129, 256, CudaTile(64, 32, 2)),
+        (257, 384, CudaTile(64, 48, 2)),
+    ),
+    (768, 3072): (
+        (33, 64, CudaTile(64, 64, 8)),
+        (65, 128, CudaTile(64, 48, 4)),
+        (129, 192, CudaTile(64, 48, 3)),
+        (193, 256, CudaTile(128, 48, 4)),
+        (257, 384, CudaTile(128, 64, 3)),
+        (385, 512, CudaTile(128, 64, 2)),
+        (769, 1024, CudaTile(128, 96, 2)),
+    ),
+    (1280, 1280): ((17, 64, CudaTile(64, 40, 4)), (65, 128, CudaTile(64, 40, 2))),
+    (1280, 5120): (
+        (17, 32, CudaTile(64, 48, 8)),
+        (33, 64, CudaTile(64, 48, 5)),
+        (65, 128, CudaTile(128, 48, 4)),
+        (129, 192, CudaTile(192, 48, 4)),
+    ),
+}
+
 # Tiles of so many columns or more, whose inputs are not shared, are those of the kernels for many rows.
 _WIDE_COLUMNS = 96
 _WIDE_SIZES = ((192, 192), (192, 96), (128, 192), (128, 160), (128, 144), (128, 128), (128, 96))
@@ -200,11 +226,25 @@ def is_wide(tile: CudaTile) -> bool:
     return tile.columns >= _WIDE_COLUMNS and tile.slices == 1
 
 
+def _measured(table: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]], m: int, n: int, k: int):
+    return next((tile for least, most, tile in table.get((n, k), ()) if least <= m <= most), None)
+
+
+def partial_tile_for(m: int, n: int, k: int) -> CudaTile | None:
+    """The tile for m rows of bfloat16 weights [n, k] whose partial sums the next norm adds up, if that is best."""
+    return _measured(_MEASURED_PARTIAL, m, n, k)
+
+
+def partial_elements(m: int, n: int, k: int) -> int:
+    """Most partial sums that any number of rows up to m leaves."""
+    choices = [choice for choice in _MEASURED_PARTIAL.get((n, k), ()) if choice[0] <= m]
+    return max((tile.slices * min(m, most) * n for _, most, tile in choices), default=0)
+
+
 def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
     """The tile of a CUDA C++ kernel for m rows of bfloat16 weights [n, k], if one is best."""
-    for least, most, tile in _MEASURED_CUDA.get((n, k), ()):
-        if least <= m <= most:
-            return tile
+    if tile := _measured(_MEASURED_CUDA, m, n, k):
+        return tile
     return wide_tile(m, n, k) if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS else None
 
 
@@ -230,6 +270,11 @@ def wide_tile(m: int, n: int, k: int) -> CudaTile:
 def cuda_tiles() -> tuple[CudaTile, ...]:
     """All in use."""
     return tuple(dict.fromkeys((*(tile for choices in _MEASURED_CUDA.values() for _, _, tile in choices), *_WIDE)))
+
+
+def partial_tiles() -> tuple[CudaTile, ...]:
+    """All of those whose sums the next norm adds up."""
+    return tuple(dict.fromkeys(tile for choices in _MEASURED_PARTIAL.values() for _, _, tile in choices))
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:

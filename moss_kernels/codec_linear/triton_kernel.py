@@ -10,6 +10,7 @@ from .row_kernels import (
     EPILOGUE_WARPS,
     NORM_BLOCK,
     NORM_ROWS,
+    adding_warps,
     epilogue_kernel,
     finish_product,
     layer_norm,
@@ -17,7 +18,7 @@ from .row_kernels import (
 )
 from .stream_kernel import codec_linear_stream, codec_linear_stream_kernel
 from .tile_kernel import PART, codec_linear_tile_kernel, codec_linear_tiles
-from .tiles import ANY_DTYPE, Tile, candidates, tile_for
+from .tiles import ANY_DTYPE, Tile, candidates, partial_tiles, tile_for
 
 
 def codec_linear_triton(
@@ -30,6 +31,8 @@ def codec_linear_triton(
     scale: torch.Tensor | None,
     scratch: torch.Tensor | None,
     out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,
 ) -> None:
@@ -41,6 +44,10 @@ def codec_linear_triton(
     if m == 0:
         return
     tile = tile or tile_for(m, *weight.shape, weight.dtype)
+    if norm_weight is not None and (partials is not None or tile.kind != "stream"):
+        normed = scratch[: m * k].view(m, k)
+        layer_norm(x, norm_weight, norm_bias, normed, partials, partials_scale)
+        x, norm_weight, norm_bias, norm_sums = normed, None, None, None
     if tile.kind == "library":
         # cuBLAS reads and writes the weights' dtype.
         if (norm_weight is None and x.dtype != weight.dtype) or (scale is None and out.dtype != weight.dtype):
@@ -49,10 +56,6 @@ def codec_linear_triton(
             return codec_linear_library(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out)
     if tile.kind == "stream":
         return codec_linear_stream(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
-    if norm_weight is not None:
-        normed = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, normed)
-        x = normed
     # The copy engine does not convert: a float32 stream into bfloat16 weights goes tile by tile.
     persistent = tile.kind == "persistent" and x.dtype == weight.dtype
     return (codec_linear_persistent if persistent else codec_linear_tiles)(x, weight, gelu, scale, out, tile)
@@ -117,12 +120,17 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
                     pointers |= {"x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"}
                     pointers |= {"weight_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"}
                     add(codec_linear_persistent_kernel, pointers, options, **sizes, **kinds)
-        rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "out_ptr": own}
+        rows = {"x_ptr": residual_stream, "norm_weight_ptr": own, "norm_bias_ptr": own, "scale_ptr": own}
+        rows |= {"partials_ptr": "*fp32", "out_ptr": own}
         for k in (768, 1280):
             options = {"num_warps": NORM_ROWS, "launch_pdl": True}
             kinds = {"K": k, "DEPENDENT": True, "BLOCK_M": NORM_ROWS, "BLOCK_K": NORM_BLOCK}
             for rounds in (1, 2):
-                add(layer_norm_kernel, rows, options, ROUNDS=rounds, **kinds)
+                add(layer_norm_kernel, rows, options, SPLITS=0, ROUNDS=rounds, **kinds)
+            warps, block = adding_warps(k)
+            kinds |= {"ROUNDS": 1, "BLOCK_M": 1, "BLOCK_K": block}
+            for slices in sorted({tile.slices for tile in partial_tiles()}):
+                add(layer_norm_kernel, rows, options | {"num_warps": warps}, SPLITS=slices, **kinds)
         product = {"product_ptr": own, "scale_ptr": own, "out_ptr": residual_stream}
         for gelu in (True, False):
             kinds = {"GELU": gelu, "RESIDUAL": not gelu, "BLOCK": EPILOGUE_BLOCK}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moss_kernels.codec_linear import codec_linear
+from moss_kernels.codec_linear import codec_linear, partial_elements, partial_slices
 from moss_runtime.graphs.codec_weights import StageWeights
 
 
@@ -21,6 +21,7 @@ class StageBuffers:
         stream: the residual stream of a stage.
         wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
         scratch: what `codec_linear` asks for.
+        partials: float32. Sums that a linear leaves to the next norm.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class StageBuffers:
         self.stream = torch.zeros(widths, dtype=residual_dtype, device=device)
         self.wide = torch.zeros(wide, dtype=dtype, device=device)
         self.scratch = torch.zeros(widths, dtype=dtype, device=device)
+        sizes = [(frames * stage.tokens_per_frame, stage.config) for stage in stages]
+        partials = max(partial_elements(m, c.d_model, k) for m, c in sizes for k in (c.d_model, c.feedforward_size))
+        self.partials = torch.zeros(partials, device=device)
 
     def run(
         self,
@@ -73,13 +77,25 @@ class StageBuffers:
         qkv = front(self.wide, batch, tokens, 3 * d)
         attended = front(self.wide[qkv.numel() :], batch, tokens, d)
         hidden = front(self.wide, m, config.feedforward_size)
+
+        def add(inputs: Tensor, linear: dict[str, Tensor], *, whole: bool = False) -> dict[str, Tensor]:
+            """Adds a linear to the stream; or returns what the next norm needs for it."""
+            slices = 0 if whole else partial_slices(m, linear["weight"])
+            if not slices:
+                codec_linear(inputs, out=x, scratch=scratch, **linear)
+                return {}
+            sums = front(self.partials, slices, m, d)
+            codec_linear(inputs, linear["weight"], sums)
+            return {"partials": sums, "partials_scale": linear["scale"]}
+
         codec_linear(features.view(m, config.input_size), stage.input_proj, x)
+        pending: dict[str, Tensor] = {}
         for index, layer in enumerate(stage.layers):
-            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj)
+            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj, **pending)
             attend(index, qkv, attended)
-            codec_linear(attended.view(m, d), out=x, scratch=scratch, **layer.out_proj)
-            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1)
-            codec_linear(hidden, out=x, scratch=scratch, **layer.linear2)
+            pending = add(attended.view(m, d), layer.out_proj)
+            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1, **pending)
+            pending = add(hidden, layer.linear2, whole=index == len(stage.layers) - 1)
         out = front(self.wide.view(torch.float32) if last else self.wide, m, config.output_size)
         codec_linear(x, stage.output_proj, out)
         return out

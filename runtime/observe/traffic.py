@@ -17,9 +17,11 @@ def _all(*arguments: object) -> int:
     return sum(value.nbytes for value in arguments if isinstance(value, Tensor))
 
 
-def _codec_linear(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out) -> int:
-    residual = None if scale is None else out
-    return _all(x, weight, norm_weight, norm_bias, scale, residual, out)
+def _codec_linear(
+    x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out, partials=None, partials_scale=None
+) -> int:
+    stream = out if scale is not None else None if partials is None else x
+    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale)
 
 
 def _rms_norm(x, partials, weight, eps, out) -> int:

@@ -12,7 +12,11 @@ from moss_kernels import _library
 from moss_kernels.backbone_linear.reference import backbone_linear_reference
 from moss_kernels.chunk_epilogue.reference import chunk_epilogue_reference
 from moss_kernels.chunk_prologue.reference import chunk_prologue_reference
-from moss_kernels.codec_linear.reference import codec_linear_reference
+from moss_kernels.codec_linear.reference import (
+    add_partials_reference,
+    codec_linear_reference,
+    partial_sums_reference,
+)
 from moss_kernels.embed_codes.reference import embed_codes_reference
 from moss_kernels.frame_bookkeeping.reference import (
     frame_bookkeeping_begin_reference,
@@ -45,7 +49,13 @@ def _returned(reference: Callable[..., object], *arguments: object) -> None:
     out.copy_(reference(*inputs))
 
 
-def _codec_linear(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out) -> None:
+def _codec_linear(
+    x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out, partials=None, partials_scale=None
+) -> None:
+    if out.dim() == 3:
+        return partial_sums_reference(x, weight, out)
+    if partials is not None:
+        add_partials_reference(x, partials, partials_scale)
     parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
 

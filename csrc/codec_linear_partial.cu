@@ -1,0 +1,136 @@
+// moss_codec_linear where the next norm adds up: each block leaves the sums over its slice of the inputs in memory, so
+// that none waits for another. The weights are on their way before the kernel waits for the one ahead of it.
+#include <cuda.h>
+
+#include "codec_linear.h"
+#include "device/bulk_copy.cuh"
+#include "device/linear_store.cuh"
+#include "device/tile_product.cuh"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace moss {
+namespace {
+
+constexpr char kOp[] = "codec_linear";
+
+struct Arguments : CodecLinearParams {
+  CUtensorMap x_map, weight_map;
+  int steps;     // of a slice
+  int box_rows;  // of x, that come at once
+};
+
+// Of small tiles two blocks fit on a multiprocessor; a large one leaves room for those of the norm.
+template <int COLUMNS, int GROUPS>
+using Memory = Shared<COLUMNS, GROUPS, 0, GROUPS == 1 ? 106 << 10 : 198 << 10>;
+
+// They stay in L2, where the next layer's take their place: what streams through it would drive them out to memory.
+template <int COLUMNS>
+__device__ __forceinline__ void store_kept(const float (&sum)[COLUMNS / 2], const Place& place, float* out) {
+  const uint64_t policy = policy_evict_last();
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 4; ++i)
+    if (place.inside(i / 2, i % 2))
+      asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(out + place.offset(i / 2, i % 2)),
+                   "f"(sum[2 * i]), "f"(sum[2 * i + 1]), "l"(policy)
+                   : "memory");
+}
+
+template <int COLUMNS, int GROUPS>
+__device__ __forceinline__ void produce(const Arguments& arguments, Memory<COLUMNS, GROUPS> shared, int first_row,
+                                        int first_column, int first_input) {
+  const auto load_weights = [&](int step, int stage) {
+    barrier_expect(shared.full(stage), (arguments.box_rows + COLUMNS) * kStep * 2);
+    tensor_load(shared.weights(stage), arguments.weight_map, first_input + step * kStep, first_column,
+                shared.full(stage));
+  };
+  const auto load_rows = [&](int step, int stage) {
+    tensor_load(shared.rows(stage), arguments.x_map, first_input + step * kStep, first_row, shared.full(stage));
+  };
+  Ring<shared.kStages> ring;
+  const int early = min(arguments.steps, shared.kStages);
+  for (int i = 0; i < early; ++i) load_weights(i, i);
+  cudaGridDependencySynchronize();
+  for (int i = 0; i < early; ++i, ring.advance()) load_rows(i, i);
+  for (int i = early; i < arguments.steps; ++i, ring.advance()) {
+    barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+    load_weights(i, ring.stage);
+    load_rows(i, ring.stage);
+  }
+}
+
+template <int COLUMNS, int GROUPS>
+__global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
+    codec_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
+  extern __shared__ char memory[];
+  const Memory<COLUMNS, GROUPS> shared{aligned_address(memory)};
+  constexpr int kProducer = 128 * GROUPS;
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == kProducer) {
+    prefetch_map(arguments.weight_map);
+    prefetch_map(arguments.x_map);
+    shared.init_barriers();
+  }
+  __syncthreads();
+  // A tile at the edge begins earlier, since the copy engine takes longer for what lies beyond a matrix than for the
+  // same within; what it has in common with the one before, both write alike.
+  const int slice = blockIdx.x,
+            first_column = max(min(static_cast<int>(blockIdx.y) * COLUMNS, arguments.outputs - COLUMNS), 0);
+  const int first_row = max(min(static_cast<int>(blockIdx.z) * shared.kRows, arguments.rows - shared.kRows), 0);
+  if (threadIdx.x >= kProducer) {
+    if (threadIdx.x == kProducer)
+      produce<COLUMNS, GROUPS>(arguments, shared, first_row, first_column, slice * arguments.steps * kStep);
+    return;
+  }
+  const int group = threadIdx.x / 128;
+  Ring<shared.kStages> ring;
+  float sum[COLUMNS / 2];
+  multiply(sum, shared, ring, arguments.steps, group, true);
+  // For those that read what `out` held, and so that none ends before those ahead of it.
+  cudaGridDependencySynchronize();
+  const Place place(arguments, first_row + group * kGroupRows, first_column);
+  store_kept<COLUMNS>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
+}
+
+template <int COLUMNS, int GROUPS>
+MossStatus launch(const CodecLinearParams& params) {
+  using Own = Memory<COLUMNS, GROUPS>;
+  Arguments arguments = {};
+  static_cast<CodecLinearParams&>(arguments) = params;
+  arguments.steps = params.inputs / params.slices / kStep;
+  // A row beyond the last costs the copy engine no less than others; only the swizzle, of eight, needs some.
+  arguments.box_rows = params.rows < Own::kRows ? (params.rows + 7) / 8 * 8 : Own::kRows;
+  MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, arguments.box_rows);
+  if (status == MOSS_OK)
+    status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, COLUMNS);
+  const auto kernel = codec_linear_partial_kernel<COLUMNS, GROUPS>;
+  if (status == MOSS_OK)
+    status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Own::kBytes), kOp,
+                        "cudaFuncSetAttribute");
+  if (status != MOSS_OK) return status;
+  const dim3 grid(params.slices, (params.outputs + COLUMNS - 1) / COLUMNS, (params.rows + Own::kRows - 1) / Own::kRows);
+  return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * GROUPS + 32), Own::kBytes);
+}
+
+// What there is a kernel for, in any number of slices.
+struct Variant {
+  int rows, columns;
+  MossStatus (*launch)(const CodecLinearParams&);
+};
+
+template <int COLUMNS, int GROUPS>
+constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, launch<COLUMNS, GROUPS>};
+
+constexpr Variant kVariants[] = {kVariant<32, 1>, kVariant<40, 1>, kVariant<48, 1>, kVariant<64, 1>,
+                                 kVariant<48, 2>, kVariant<64, 2>, kVariant<96, 2>, kVariant<48, 3>};
+
+}  // namespace
+
+MossStatus launch_partial(const CodecLinearParams& params) {
+  for (const Variant& variant : kVariants)
+    if (variant.rows == params.tile_rows && variant.columns == params.tile_columns) return variant.launch(params);
+  return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: there is no kernel for partial sums in tiles of %d x %d", kOp,
+                   params.tile_rows, params.tile_columns);
+}
+
+}  // namespace moss
