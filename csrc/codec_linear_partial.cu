@@ -24,18 +24,6 @@ struct Arguments : CodecLinearParams {
 template <int COLUMNS, int GROUPS>
 using Memory = Shared<COLUMNS, GROUPS, 0, GROUPS == 1 ? 106 << 10 : 198 << 10>;
 
-// They stay in L2, where the next layer's take their place: what streams through it would drive them out to memory.
-template <int COLUMNS>
-__device__ __forceinline__ void store_kept(const float (&sum)[COLUMNS / 2], const Place& place, float* out) {
-  const uint64_t policy = policy_evict_last();
-#pragma unroll
-  for (int i = 0; i < COLUMNS / 4; ++i)
-    if (place.inside(i / 2, i % 2))
-      asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(out + place.offset(i / 2, i % 2)),
-                   "f"(sum[2 * i]), "f"(sum[2 * i + 1]), "l"(policy)
-                   : "memory");
-}
-
 template <int COLUMNS, int GROUPS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Memory<COLUMNS, GROUPS> shared, int first_row,
                                         int first_column, int first_input) {
@@ -74,8 +62,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
   __syncthreads();
   // A tile at the edge begins earlier, since the copy engine takes longer for what lies beyond a matrix than for the
   // same within; what it has in common with the one before, both write alike.
-  const int slice = blockIdx.x,
-            first_column = max(min(static_cast<int>(blockIdx.y) * COLUMNS, arguments.outputs - COLUMNS), 0);
+  const int slice = blockIdx.x;
+  const int first_column = max(min(static_cast<int>(blockIdx.y) * COLUMNS, arguments.outputs - COLUMNS), 0);
   const int first_row = max(min(static_cast<int>(blockIdx.z) * shared.kRows, arguments.rows - shared.kRows), 0);
   if (threadIdx.x >= kProducer) {
     if (threadIdx.x == kProducer)
@@ -89,7 +77,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
   // For those that read what `out` held, and so that none ends before those ahead of it.
   cudaGridDependencySynchronize();
   const Place place(arguments, first_row + group * kGroupRows, first_column);
-  store_kept<COLUMNS>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
+  // Kept in L2, where the next layer's take their place: what streams through would drive them out to memory.
+  store_slice<COLUMNS, true>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
 }
 
 template <int COLUMNS, int GROUPS>
