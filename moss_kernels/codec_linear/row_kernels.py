@@ -17,6 +17,8 @@ NORM_ROWS = 4
 NORM_WAVE = 132 * 8 * NORM_ROWS
 # Columns at a time: 16 bytes of bfloat16 for each thread of a warp.
 NORM_BLOCK = 256
+# The same of a row with partial sums, which are more to load: warps, and columns at a time, 8 bytes of the stream.
+ADDING_WARPS, ADDING_BLOCK = 4, 512
 EPILOGUE_BLOCK = 2048
 EPILOGUE_WARPS = 4
 
@@ -140,12 +142,6 @@ def epilogue_kernel(
     tl.store(out_ptr + index, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def adding_warps(k: int) -> tuple[int, int]:
-    """Warps of a row of k values with partial sums, which are more to load; columns at a time, 16 bytes a thread."""
-    warps = 2 if k <= 1024 else 4
-    return warps, 128 * warps
-
-
 def layer_norm(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -173,7 +169,7 @@ def layer_norm(
     dependent = dependent_launch(x.device, default=True)
     rounds, rows, warps, block = 1 if m <= NORM_WAVE else 2, NORM_ROWS, NORM_ROWS, NORM_BLOCK
     if partials is not None:
-        rounds, rows, (warps, block) = 1, 1, adding_warps(k)
+        rounds, rows, warps, block = 1, 1, ADDING_WARPS, ADDING_BLOCK
     layer_norm_kernel[(triton.cdiv(m, rounds * rows),)](
         x,
         norm_weight,

@@ -6,11 +6,12 @@ import triton
 from .persistent_kernel import PART as PERSISTENT_PART
 from .persistent_kernel import codec_linear_persistent, codec_linear_persistent_kernel
 from .row_kernels import (
+    ADDING_BLOCK,
+    ADDING_WARPS,
     EPILOGUE_BLOCK,
     EPILOGUE_WARPS,
     NORM_BLOCK,
     NORM_ROWS,
-    adding_warps,
     epilogue_kernel,
     finish_product,
     layer_norm,
@@ -127,10 +128,9 @@ def compile_specs() -> list[tuple[triton.JITFunction, dict[str, str], dict[str, 
             kinds = {"K": k, "DEPENDENT": True, "BLOCK_M": NORM_ROWS, "BLOCK_K": NORM_BLOCK}
             for rounds in (1, 2):
                 add(layer_norm_kernel, rows, options, SPLITS=0, ROUNDS=rounds, **kinds)
-            warps, block = adding_warps(k)
-            kinds |= {"ROUNDS": 1, "BLOCK_M": 1, "BLOCK_K": block}
+            kinds |= {"ROUNDS": 1, "BLOCK_M": 1, "BLOCK_K": ADDING_BLOCK}
             for slices in sorted({tile.slices for tile in partial_tiles()}):
-                add(layer_norm_kernel, rows, options | {"num_warps": warps}, SPLITS=slices, **kinds)
+                add(layer_norm_kernel, rows, options | {"num_warps": ADDING_WARPS}, SPLITS=slices, **kinds)
         product = {"product_ptr": own, "scale_ptr": own, "out_ptr": residual_stream}
         for gelu in (True, False):
             kinds = {"GELU": gelu, "RESIDUAL": not gelu, "BLOCK": EPILOGUE_BLOCK}
