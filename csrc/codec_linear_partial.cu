@@ -27,10 +27,11 @@ using Memory = Shared<COLUMNS, GROUPS, 0, GROUPS == 1 ? 106 << 10 : 198 << 10>;
 template <int COLUMNS, int GROUPS>
 __device__ __forceinline__ void produce(const Arguments& arguments, Memory<COLUMNS, GROUPS> shared, int first_row,
                                         int first_column, int first_input) {
+  const uint64_t policy = policy_evict_first();
   const auto load_weights = [&](int step, int stage) {
     barrier_expect(shared.full(stage), (arguments.box_rows + COLUMNS) * kStep * 2);
     tensor_load(shared.weights(stage), arguments.weight_map, first_input + step * kStep, first_column,
-                shared.full(stage));
+                shared.full(stage), policy);
   };
   const auto load_rows = [&](int step, int stage) {
     tensor_load(shared.rows(stage), arguments.x_map, first_input + step * kStep, first_row, shared.full(stage));
