@@ -142,7 +142,8 @@ _MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     ),
     (3840, 1280): (
         (17, 32, _SMALL_48),
-        (33, 64, _SMALL_24),
+        (33, 48, _SMALL_24),
+        (49, 64, _SMALL_32),
         (65, 128, _SMALL_48),
         (129, 192, _LARGE_48),
         (193, 256, _MIDDLE_72),
