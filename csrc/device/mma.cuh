@@ -1,4 +1,4 @@
-// Products of one warp on the tensor cores, and the loads that feed them straight from global memory.
+// Products of one warp on the tensor cores, and the loads that feed them, also straight from global memory.
 //
 // In `mma` thread 4 * g + t of the warp holds rows g and g + 8 of A, column g of B, and of both the inputs 2t, 2t + 1,
 // 2t + 8 and 2t + 9 of 16. Which inputs these are does not matter as long as A and B agree; so a thread loads 16
@@ -23,6 +23,26 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 __device__ __forceinline__ void mma(float (&c)[4], const uint4& low, const uint4& high, const uint4& b) {
   mma(c, low.x, high.x, low.y, high.y, b.x, b.y);
   mma(c, low.z, high.z, low.w, high.w, b.z, b.w);
+}
+
+// Four 8 x 8 matrices of bf16 in shared memory: lane l has the address of row l % 8 of matrix l / 8, and gets of each
+// matrix columns 2t and 2t + 1 of row g, as a sum of `mma` lies.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+// The same of each matrix's transpose.
+__device__ __forceinline__ void load_transposed(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+// Of an 8 x 8 matrix of bf16 that the warp holds so.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // Of memory that no kernel writes: stays where it is in the code, also ahead of a wait for other kernels, across which

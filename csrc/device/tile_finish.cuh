@@ -54,13 +54,7 @@ __device__ __forceinline__ uint32_t finish_pair(float2 sum, uint32_t scale, uint
   return pack_bf16(sum.x, sum.y);
 }
 
-// Four 8 x 8 matrices of bf16 in shared memory: lane l has the address of row l % 8 of matrix l / 8, and of each matrix
-// the pair that a sum of wgmma has there.
-__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address));
-}
+// The inverse of load_matrices.
 __device__ __forceinline__ void store_matrices(const uint32_t (&words)[4], uint32_t address) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3]));
