@@ -340,5 +340,6 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
   if (takes_clusters(*params)) return launch_clusters(*params);
+  if (takes_few(*params)) return launch_few(*params);
   return params->tokens > kShortTokens ? launch_wide(*params) : dispatch(*params);
 }

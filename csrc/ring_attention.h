@@ -9,6 +9,10 @@ namespace moss {
 bool takes_clusters(const RingAttentionParams& params);
 MossStatus launch_clusters(const RingAttentionParams& params);
 
+// Chunks of up to four tokens of many rows, for arguments that have been checked.
+bool takes_few(const RingAttentionParams& params);
+MossStatus launch_few(const RingAttentionParams& params);
+
 // Chunks of more than 32 tokens, for arguments that have been checked.
 MossStatus launch_wide(const RingAttentionParams& params);
 
