@@ -113,7 +113,8 @@ def test_write_follows_the_attention(capacity):
     ("heads", "tokens"),
     [(2, tokens) for tokens in (1, 2, 15, 16, 17, 30, 32, 40, 256, 257, 480)]
     + [(heads, tokens) for heads in (40, 80) for tokens in (1, 15, 17, 32, 40)]
-    + [(60, 15), (100, 1), (100, 16), (140, 1), (140, 16), (190, 1), (191, 16)],
+    + [(60, 15), (70, 1), (80, 2), (100, 1), (100, 16), (140, 1), (140, 2), (140, 3), (140, 16)]
+    + [(190, 1), (190, 2), (190, 3), (191, 16), (231, 3), (230, 4), (230, 5)],
 )
 @pytest.mark.parametrize(("capacity", "window"), [*SIZES, (125, 125), (400, 400), (33, 33), (417, 417), (420, 418)])
 def test_few_rows_and_short_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
@@ -147,7 +148,10 @@ def inputs_with_scores(scores: torch.Tensor, tokens: int, heads: int) -> RingInp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", [(-90, 90), (90, -90), (-90, -60), (-60, -90), (0, 0), (-500, -400), (300, 500)])
-@pytest.mark.parametrize(("heads", "tokens"), [(2, 200), (80, 200), (500, 16), (600, 16), (600, 32), (1100, 9)])
+@pytest.mark.parametrize(
+    ("heads", "tokens"),
+    [(2, 200), (80, 200), (500, 16), (600, 16), (600, 32), (1100, 9), (500, 1), (600, 2), (1100, 2), (1400, 4)],
+)
 def test_scores_of_any_size_on_the_gpu(moss_library, heads, tokens, scores):
     """Rising, falling, of either sign: weights must neither overflow nor all vanish."""
     inputs = inputs_with_scores(torch.linspace(*scores, 400), tokens, heads)
@@ -215,7 +219,9 @@ def test_rows_do_not_depend_on_the_batch(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 20), (20, 12), (60, 12), (480, 2), (480, 30), (66, 200)])
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(1, 20), (2, 200), (4, 450), (20, 12), (60, 12), (480, 2), (480, 30), (66, 200)]
+)
 def test_a_row_keeps_its_bits_whatever_the_others_are(tokens, heads):
     """Of the kernels in CUDA C++, at one number of rows."""
     rows = [(2, tokens, 123_457), (0, tokens, 7), (4, tokens - 1, 400)]
