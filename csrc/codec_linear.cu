@@ -8,6 +8,7 @@
 #include "device/copy_async.cuh"
 #include "device/gelu.cuh"
 #include "device/mma.cuh"
+#include "device/tile_rotate.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
 
@@ -364,6 +365,16 @@ MossStatus check_tile(const CodecLinearParams& params) {
   return status == MOSS_OK ? check_pointer(kOp, "out", params.out, 16) : status;
 }
 
+MossStatus check_rotation(const CodecLinearParams& params) {
+  const bool whole = is_wide(params) && params.tile_columns % kRotatedDim == 0;
+  if (whole && params.outputs % (3 * kRotatedDim) == 0 && !params.gelu && !params.scale && !params.partial)
+    return MOSS_OK;
+  return set_error(MOSS_ERROR_INVALID_ARGUMENT,
+                   "`%s`: with `cos_sin` there must be tiles of 128 or 192 outputs, not in slices, `outputs` a multiple of "
+                   "%d, and neither `gelu` nor `scale`",
+                   kOp, 3 * kRotatedDim);
+}
+
 MossStatus check(const CodecLinearParams& params) {
   MossStatus status = check_range(kOp, "rows", params.rows, 0, params.tile_columns > 0 ? kClusterMaxRows : kMaxRows);
   if (status == MOSS_OK) status = check_range(kOp, "outputs", params.outputs, 2, kMostRows);
@@ -383,8 +394,10 @@ MossStatus check(const CodecLinearParams& params) {
   if (status == MOSS_OK) status = check_pointer(kOp, "norm_weight", params.norm_weight, 16, true);
   if (status == MOSS_OK) status = check_pointer(kOp, "norm_sums", params.norm_sums, 8, params.norm_weight == nullptr);
   if (status == MOSS_OK) status = check_pointer(kOp, "scale", params.scale, 4, true);
+  if (status == MOSS_OK) status = check_pointer(kOp, "cos_sin", params.cos_sin, 8, true);
   if (status == MOSS_OK) status = check_pointer(kOp, "out", params.out, 8);
   if (status == MOSS_OK && (params.tile_columns > 0 || params.partial)) status = check_tile(params);
+  if (status == MOSS_OK && params.cos_sin) status = check_rotation(params);
   return status;
 }
 
@@ -398,6 +411,6 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
   if (params->partial) return launch_partial(*params);
-  if (params->tile_columns >= kWideColumns && params->slices == 1) return launch_tiles(*params);
+  if (is_wide(*params)) return launch_tiles(*params);
   return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);
 }

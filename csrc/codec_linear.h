@@ -10,6 +10,10 @@ constexpr int kClusterMaxRows = 1 << 20;
 
 constexpr int kWideColumns = 96;  // tiles of so many outputs or more, not in slices, are those of launch_tiles
 
+inline bool is_wide(const CodecLinearParams& params) {
+  return params.tile_columns >= kWideColumns && params.slices == 1;
+}
+
 // For arguments that have been checked, by the tile that they name.
 MossStatus launch_clusters(const CodecLinearParams& params);
 MossStatus launch_tiles(const CodecLinearParams& params);

@@ -7,6 +7,7 @@
 
 #include "codec_linear.h"
 #include "device/tile_finish.cuh"
+#include "device/tile_rotate.cuh"
 #include "device/tile_turns.cuh"
 #include "tile_launch.h"
 
@@ -158,11 +159,19 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, BU
   skip(ring, group * steps);
   uint32_t parity = 0;
   if (group == 1) named_arrive(turn_of(0));
+  if (FINISH == kRotate) cudaGridDependencySynchronize();  // ahead of reads of angles
   for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kTurnConsumers * gridDim.x) {
+    const Tile<N> tile(arguments, index);
     float sum[kHalves][N / 2];
+    Angles angles[kHalves];
+    if (FINISH == kRotate && tile.column < arguments.rotated)
+      for (int half = 0; half < kHalves; ++half) angles[half].load(arguments, tile.row + half * kGroupRows);
     multiply_in_turn<kHalves>(sum, shared, ring, steps, group, index + gridDim.x < arguments.tiles);
     skip(ring, steps);
-    finish_parts<FINISH>(sum, arguments, shared, group, index % arguments.column_tiles * N, parity);
+    if constexpr (FINISH == kRotate)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) angles[half].turn<N>(sum[half], arguments.rotated - tile.column);
+    finish_parts<FINISH>(sum, arguments, shared, group, tile.column, parity);
     parity ^= shared.kParts / shared.kBuffers & 1;
   }
 }
@@ -188,6 +197,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+// Of tiles of whole heads that leave each thread registers for the angles of its rows.
+template <int N, int BUFFERS>
+constexpr void (*rotating())(Arguments) {
+  if constexpr (N == 128) return codec_linear_pingpong_kernel<N, BUFFERS, kRotate>;
+  return nullptr;
+}
+
 template <int N, int BUFFERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, BUFFERS>;
@@ -195,7 +211,7 @@ MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   return launch_tiled(
       kOp, params, multiprocessors, shape,
       {codec_linear_pingpong_kernel<N, BUFFERS, kStore>, codec_linear_pingpong_kernel<N, BUFFERS, kGelu>,
-       codec_linear_pingpong_kernel<N, BUFFERS, kResidual>});
+       codec_linear_pingpong_kernel<N, BUFFERS, kResidual>, rotating<N, BUFFERS>()});
 }
 
 }  // namespace

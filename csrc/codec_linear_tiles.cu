@@ -8,6 +8,7 @@
 #include "codec_linear.h"
 #include "device/tile_finish.cuh"
 #include "device/tile_product.cuh"
+#include "device/tile_rotate.cuh"
 #include "tile_launch.h"
 
 namespace moss {
@@ -157,11 +158,14 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, CO
   for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, parity ^= 1) {
     const Tile<N, CONSUMERS> tile(arguments, index);
     float sum[N / 2];
+    Angles angles;
+    if (FINISH == kRotate && tile.column < arguments.rotated) angles.load(arguments, tile.row + group * kGroupRows);
     multiply(sum, shared, ring, arguments.inputs / kStep, group, tile.row + group * kGroupRows < arguments.rows);
     if (FINISH == kResidual)
       barrier_wait(shared.loaded(group), parity);
     else
       barrier_wait(shared.stored(group), parity ^ 1);
+    if constexpr (FINISH == kRotate) angles.turn<N>(sum, arguments.rotated - tile.column);
     finish_sums<N, CONSUMERS, FINISH>(sum, arguments, shared, group, tile.column);
     fence_async_shared();
     __syncwarp();
@@ -189,6 +193,13 @@ __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
   }
 }
 
+// Of tiles of whole heads.
+template <int N, int CONSUMERS>
+constexpr void (*rotating())(Arguments) {
+  if constexpr (N % kRotatedDim == 0) return codec_linear_tiles_kernel<N, CONSUMERS, kRotate>;
+  return nullptr;
+}
+
 template <int N, int CONSUMERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, CONSUMERS>;
@@ -198,7 +209,7 @@ MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
                            Block::kBytes};
   return launch_tiled(kOp, params, multiprocessors, shape,
                       {codec_linear_tiles_kernel<N, CONSUMERS, kStore>, codec_linear_tiles_kernel<N, CONSUMERS, kGelu>,
-                       codec_linear_tiles_kernel<N, CONSUMERS, kResidual>});
+                       codec_linear_tiles_kernel<N, CONSUMERS, kResidual>, rotating<N, CONSUMERS>()});
 }
 
 // What there is a kernel for.

@@ -261,7 +261,8 @@ def _launch(op, check, kernel, *arguments, **options):
     names = [argument.name for argument in getattr(torch.ops.moss, op).default._schema.arguments]
     if op == "codec_linear":
         options |= dict(zip(("x", "weight", "out"), arguments, strict=False))
-        arguments = [options.get(name, False if name == "gelu" else None) for name in names]
+        *arguments, cos_sin = [options.get(name, False if name == "gelu" else None) for name in names]
+        assert cos_sin is None
     else:
         arguments = (*arguments, *options.values())
     check(*arguments)

@@ -292,6 +292,7 @@ def test_what_layer_norm_reads_in_words_is_aligned(name):
         ("norm_weight", 0x1000, "`norm_sums` must not be null"),
         ("x", 0x1008, "`x` must be aligned to 16 bytes, got 0x1008"),
         ("tile_columns", 24, r"`slices` must be 1 \.\. 8, got 0"),
+        ("cos_sin", 0x1000, "with `cos_sin` there must be tiles of 128 or 192 outputs"),
         ("partial", 1, r"`slices` must be 1 \.\. 8, got 0"),
     ],
 )

@@ -49,6 +49,11 @@ def test_a_residual_is_read_and_written():
     assert scaled == {"moss::codec_linear": 4 * (16 + 64 + 8 + 32)}
 
 
+def test_angles_are_read_where_they_rotate():
+    x, weight, out, cos_sin = torch.ones(2, 8), torch.ones(6, 8), torch.ones(2, 6), torch.ones(2, 1, 2)
+    assert noted(lambda: codec_linear(x, weight, out, cos_sin=cos_sin)) == {"moss::codec_linear": 4 * (76 + 4)}
+
+
 def test_attention_reads_the_tokens_that_rows_hold():
     heads, kv_heads, head_dim = 4, 2, 16
     kv = PagedInputs.make([(5, True), (70, True), (9, False), (None, False)], kv_heads=kv_heads, head_dim=head_dim)

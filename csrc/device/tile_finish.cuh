@@ -11,7 +11,7 @@
 namespace moss {
 
 // What follows the product.
-enum Finish { kStore, kGelu, kResidual };
+enum Finish { kStore, kGelu, kResidual, kRotate };
 
 // Stores a box of a matrix that tensor_map.h describes; what lies beyond the matrix is left out.
 __device__ __forceinline__ void tensor_store(const CUtensorMap& map, int column, int row, uint32_t source) {

@@ -396,6 +396,8 @@ typedef struct CodecLinearParams {
   const void* norm_weight; /* [K] aligned to 16 bytes; null: no norm */
   const float* norm_sums;  /* [2, N] weight @ norm_weight and weight @ norm_bias, aligned to 8 bytes; null: no norm */
   const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
+  const float* cos_sin;    /* [M, 32, 2] aligned to 8 bytes, by which q and k of outputs q, k, v in heads of 64 are rotated:
+                              a tile of 128, or one round of 192, no slices, GELU and scale; null: not */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
   int32_t tile_rows;    /* of a tile, with the next two; codec_linear_cluster.cu and codec_linear_tiles.cu list the tiles */

@@ -111,6 +111,7 @@ void test_codec_linear() {
   params.tile_columns = 24;
   params.slices = 4;
   params.out = aligned<void>(16);
+  refused("with `cos_sin` there must be tiles of 128 or 192", [](auto& spoiled) { spoiled.cos_sin = aligned<float>(); });
   refused("`slices` must be 1 .. 8, got 0", [](auto& spoiled) { spoiled.slices = 0; });
   refused("`inputs` of 256, got 8 and 320", [](auto& spoiled) { spoiled.inputs = 320; });
   refused("`outputs` a multiple of 8", [](auto& spoiled) { spoiled.outputs = 12; });

@@ -20,6 +20,7 @@ __all__ = [
 _OP = "codec_linear"
 _DTYPES = (torch.float32, torch.bfloat16)
 _BACKENDS = ("cuda", "triton", "reference")
+_COS_SIN = 11  # place of the last argument, which the dispatcher may leave out
 
 
 def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
@@ -47,6 +48,7 @@ def _check(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> None:
     sizes: dict[str, int] = {}
 
@@ -83,6 +85,12 @@ def _check(
     if scale is not None:
         check("scale", scale, "[N]", weight.dtype)
         _checks.require_dtype(_OP, "x", x, weight.dtype)
+    if cos_sin is not None:
+        if gelu or scale is not None or out.dim() == 3:
+            raise ValueError(f"`{_OP}`: `cos_sin` must be None with GELU, `scale` or slices, got one")
+        check("cos_sin", cos_sin, "[M, D/2, 2]", torch.float32)
+        if sizes["D/2"] == 0 or sizes["N"] % (6 * sizes["D/2"]):
+            raise ValueError(f"`{_OP}`: `out` must have 3 * H * D columns, D = {2 * sizes['D/2']}, got {sizes['N']}")
     if norm_weight is not None or scale is not None:
         least = scratch_size(sizes["M"], sizes["N"], sizes["K"], norm=norm_weight is not None)
         if scratch is None or scratch.dim() != 1 or scratch.numel() < least:
@@ -99,16 +107,18 @@ def _run_cpu(*arguments: object) -> None:
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
     x, weight, norm_weight, _, _, gelu, scale, _, out, *_ = arguments
-    left_out = {"triton"} if out.dim() == 3 else set()
-    left_out |= set() if cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out) else {"cuda"}
+    cos_sin = arguments[_COS_SIN] if len(arguments) > _COS_SIN else None
+    left_out = {"triton"} if out.dim() == 3 or cos_sin is not None else set()
+    left_out |= set() if cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out, cos_sin) else {"cuda"}
     backend = _library.backend_for(_OP, tuple(b for b in _BACKENDS if b not in left_out), x.device)
     if backend == "cuda":
-        implementation = cuda_kernel.codec_linear_cuda
+        cuda_kernel.codec_linear_cuda(*arguments)
     elif backend == "triton":
-        from .triton_kernel import codec_linear_triton as implementation
+        from .triton_kernel import codec_linear_triton
+
+        codec_linear_triton(*arguments[:_COS_SIN])
     else:
-        implementation = _reference
-    implementation(*arguments)
+        _reference(*arguments)
 
 
 def _reference(
@@ -123,18 +133,20 @@ def _reference(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> None:
     if out.dim() == 3:
         return partial_sums_reference(x, weight, out)
     if partials is not None:
         add_partials_reference(x, partials, partials_scale)
-    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale}
+    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
 
 
 _library.OPS.define(
     "codec_linear(Tensor(c!) x, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, Tensor? norm_sums, bool gelu, "
-    "Tensor? scale, Tensor(a!)? scratch, Tensor(b!) out, Tensor? partials=None, Tensor? partials_scale=None) -> ()"
+    "Tensor? scale, Tensor(a!)? scratch, Tensor(b!) out, Tensor? partials=None, Tensor? partials_scale=None, "
+    "Tensor? cos_sin=None) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
 _library.OPS.impl(_OP, _run_cuda, "CUDA")
@@ -154,6 +166,7 @@ def codec_linear(
     scratch: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> None:
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
 
@@ -163,8 +176,9 @@ def codec_linear(
     The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
     3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
     0. Sums and everything after the product are float32; an implementation may round less often than eager modules,
-    never more. A bfloat16 product takes its input rounded to bfloat16: `x` times `norm_weight`, or the normalised `x`.
-    The result of a row depends on the number of rows, by such roundings, but not on its place among them.
+    never more; what is rotated is rounded before. A bfloat16 product takes its input rounded to bfloat16: `x` times
+    `norm_weight`, or the normalised `x`. The result of a row depends on the number of rows, by such roundings, but not
+    on its place among them.
 
     Args:
         x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`. With `partials` the residual stream: written.
@@ -181,6 +195,8 @@ def codec_linear(
         partials: [S, M, K] float32, or None; with a norm. `partials_scale` times their sum is added to `x` first, which
             is rounded as a residual stream in `out` would be.
         partials_scale: [K], the dtype of `weight`; given with `partials`.
+        cos_sin: [M, D/2, 2] float32. The outputs are q, k and v of heads of D, and interleaved pairs of q and k are
+            rotated by these cosines and sines, as by `ring_attention`; not with GELU, `scale` or slices.
 
     Raises:
         ValueError: A shape, layout or device is wrong, or arguments exclude each other; the message names them.
@@ -190,4 +206,4 @@ def codec_linear(
     Graph-safe: yes.
     """
     norm = (norm_weight, norm_bias, norm_sums)
-    torch.ops.moss.codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale)
+    torch.ops.moss.codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale, cos_sin)

@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import CudaTile, cuda_tile_for, is_wide, partial_tile_for
+from .tiles import HEAD_DIM, CudaTile, cuda_tile_for, is_wide, partial_tile_for, wide_tile
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -31,6 +31,7 @@ class CodecLinearParams(ctypes.Structure):
         ("norm_weight", ctypes.c_void_p),
         ("norm_sums", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("dependent_launch", ctypes.c_int32),
         ("tile_rows", ctypes.c_int32),
@@ -48,20 +49,32 @@ def takes(
     gelu: bool,
     scale: torch.Tensor | None,
     out: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
 ) -> bool:
     """Whether there is a kernel for these sizes, dtypes and parts."""
     m, (n, k) = x.shape[0], weight.shape
     if out.dim() == 3:
         tile = _tile(x, weight, gelu, scale, out)
         return tile is not None and len(out) == tile.slices
+    if cos_sin is not None:
+        sizes = k % 64 == 0 and 2 * cos_sin.shape[1] == HEAD_DIM
+        normed = weight.dtype if norm_weight is not None else x.dtype
+        return sizes and normed == weight.dtype == out.dtype == torch.bfloat16
     few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0
     few &= weight.dtype == torch.bfloat16 and (x.dtype == torch.bfloat16 or norm_weight is not None)
     return few or _tile(x, weight, gelu, scale, out) is not None
 
 
 def _tile(
-    x: torch.Tensor, weight: torch.Tensor, gelu: bool, scale: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gelu: bool,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
 ) -> CudaTile | None:
+    if cos_sin is not None:
+        return wide_tile(x.shape[0], *weight.shape, rotated=True)
     both = x.dtype == weight.dtype == torch.bfloat16
     table = partial_tile_for if out.dim() == 3 else cuda_tile_for
     tile = table(x.shape[0], *weight.shape) if both else None
@@ -90,6 +103,7 @@ def codec_linear_cuda(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> None:
     """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them.
 
@@ -101,7 +115,7 @@ def codec_linear_cuda(
         return None if tensor is None else tensor.data_ptr()
 
     m, (n, k) = x.shape[0], weight.shape
-    tile = _tile(x, weight, gelu, scale, out)
+    tile = _tile(x, weight, gelu, scale, out, cos_sin)
     tile_rows, tile_columns, slices = tile or (0, 0, 0)
     if norm_weight is not None and (tile or partials is not None):
         from .row_kernels import layer_norm
@@ -123,6 +137,7 @@ def codec_linear_cuda(
         norm_weight=pointer(norm_weight),
         norm_sums=pointer(norm_sums),
         scale=pointer(scale),
+        cos_sin=pointer(cos_sin),
         out=out.data_ptr(),
         dependent_launch=dependent_launch(x.device, default=True),
         tile_rows=tile_rows,

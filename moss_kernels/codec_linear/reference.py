@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional as F
 
+from moss_kernels.ring_attention.reference import rotate_interleaved
+
 NORM_EPS = 1e-5
 
 
@@ -15,6 +17,7 @@ def codec_linear_reference(
     gelu: bool = False,
     scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A linear of the codec's transformer with what surrounds it: `residual + scale * gelu(norm(x) @ weight.T)`.
 
@@ -27,6 +30,7 @@ def codec_linear_reference(
         gelu: whether the exact (erf) GELU follows the product.
         scale: [N] floating. Layer scale; needs `residual`.
         residual: [..., N] floating.
+        cos_sin: [..., D / 2, 2] float32. The outputs are q, k and v of heads of D, of which q and k are rotated.
 
     Returns:
         [..., N], the dtype of `residual`, or without one that of `weight`.
@@ -36,6 +40,10 @@ def codec_linear_reference(
     y = F.linear(x.to(weight.dtype), weight)
     if gelu:
         y = F.gelu(y)
+    if cos_sin is not None:
+        q_and_k, v = y.tensor_split((y.shape[-1] // 3 * 2,), -1)
+        turned = rotate_interleaved(q_and_k.unflatten(-1, (-1, 2 * cos_sin.shape[-2])), cos_sin)
+        y = torch.cat((turned.flatten(-2), v), -1)
     return y if scale is None else residual + scale.to(residual.dtype) * y
 
 

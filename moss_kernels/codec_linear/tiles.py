@@ -202,6 +202,8 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
     ),
 }
 
+HEAD_DIM = 64  # of heads whose outputs can be rotated
+
 # Tiles of so many columns or more, whose inputs are not shared, are those of the kernels for many rows.
 _WIDE_COLUMNS = 96
 _WIDE_SIZES = ((192, 192), (192, 96), (128, 192), (128, 160), (128, 144), (128, 128), (128, 96))
@@ -249,9 +251,25 @@ def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
     return wide_tile(m, n, k) if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS else None
 
 
+def _rotates(tile: CudaTile, rounds: int) -> bool:
+    """Whether the kernel of a tile rotates: it has whole heads, and registers for the angles of a thread's rows."""
+    return tile.columns == 128 or (tile.columns == 192 and not _hides(tile, rounds))
+
+
+def _hides(tile: CudaTile, rounds: int) -> bool:
+    """Whether what follows the products of a tile is hidden by those of the next."""
+    return rounds > 1 and tile[:2] in _TWO_AT_A_TIME
+
+
+def _rounds(tile: CudaTile, m: int, n: int) -> int:
+    return -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
+
+
 @cache
-def wide_tile(m: int, n: int, k: int) -> CudaTile:
+def wide_tile(m: int, n: int, k: int, *, rotated: bool = False) -> CudaTile:
     """The wide tile that takes the least time for m rows of weights [n, k], on the 132 multiprocessors of an H200.
+
+    With `rotated` of those whose outputs can be rotated.
 
     Cycles of a tile, fitted to measurements: 2 for each 64 products of a row and a column in steps of 64 inputs, those
     of its loads, and what follows the products: with two tiles at a time hidden by the products of the next, so that
@@ -259,13 +277,12 @@ def wide_tile(m: int, n: int, k: int) -> CudaTile:
     """
 
     def time(tile: CudaTile) -> float:
-        rounds = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // 132)
+        rounds = _rounds(tile, m, n)
         steps, area = k / 64, tile.rows * tile.columns / 64
-        hidden = rounds > 1 and tile[:2] in _TWO_AT_A_TIME
         products = 2 * area * steps + 0.37 * (tile.rows + tile.columns) * steps + 835
-        return rounds * products + area * (12 if hidden else 8 * rounds)
+        return rounds * products + area * (12 if _hides(tile, rounds) else 8 * rounds)
 
-    return min(_WIDE, key=time)
+    return min((tile for tile in _WIDE if not rotated or _rotates(tile, _rounds(tile, m, n))), key=time)
 
 
 def cuda_tiles() -> tuple[CudaTile, ...]:

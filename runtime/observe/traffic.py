@@ -18,10 +18,21 @@ def _all(*arguments: object) -> int:
 
 
 def _codec_linear(
-    x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out, partials=None, partials_scale=None
+    x,
+    weight,
+    norm_weight,
+    norm_bias,
+    norm_sums,
+    gelu,
+    scale,
+    scratch,
+    out,
+    partials=None,
+    partials_scale=None,
+    cos_sin=None,
 ) -> int:
     stream = out if scale is not None else None if partials is None else x
-    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale)
+    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale, cos_sin)
 
 
 def _rms_norm(x, partials, weight, eps, out) -> int:

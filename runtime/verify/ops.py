@@ -50,13 +50,24 @@ def _returned(reference: Callable[..., object], *arguments: object) -> None:
 
 
 def _codec_linear(
-    x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out, partials=None, partials_scale=None
+    x,
+    weight,
+    norm_weight,
+    norm_bias,
+    norm_sums,
+    gelu,
+    scale,
+    scratch,
+    out,
+    partials=None,
+    partials_scale=None,
+    cos_sin=None,
 ) -> None:
     if out.dim() == 3:
         return partial_sums_reference(x, weight, out)
     if partials is not None:
         add_partials_reference(x, partials, partials_scale)
-    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale}
+    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
 
 
