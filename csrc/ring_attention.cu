@@ -292,12 +292,16 @@ MossStatus check(const RingAttentionParams& params) {
     const void* pointer;
     size_t bytes;
   } pointers[] = {
-      {"qkv", params.qkv, 16},       {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
-      {"ring_v", params.ring_v, 16}, {"slots", params.slots, 4},      {"valid", params.valid, 4},
-      {"offset", params.offset, 8},  {"out", params.out, 16},
+      {"qkv", params.qkv, 16},    {"ring_k", params.ring_k, 16}, {"ring_v", params.ring_v, 16},
+      {"slots", params.slots, 4}, {"valid", params.valid, 4},    {"offset", params.offset, 8},
+      {"out", params.out, 16},
   };
   for (const auto& entry : pointers)
     if (status == MOSS_OK) status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes);
+  if (status == MOSS_OK) status = check_pointer(kOp, "cos_sin", params.cos_sin, 16, true);
+  if (status == MOSS_OK && params.cos_sin && params.tokens > kShortTokens && !takes_clusters(params))
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `cos_sin` must be null for %d tokens of %d rows", kOp,
+                       params.tokens, params.batch);
   return status;
 }
 
@@ -339,7 +343,7 @@ extern "C" MossStatus moss_ring_attention(const RingAttentionParams* params) {
   if (status == MOSS_OK && (params->batch == 0 || params->tokens == 0)) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
+  if (params->cos_sin == nullptr) return launch_wide(*params);
   if (takes_clusters(*params)) return launch_clusters(*params);
-  if (takes_few(*params)) return launch_few(*params);
-  return params->tokens > kShortTokens ? launch_wide(*params) : dispatch(*params);
+  return takes_few(*params) ? launch_few(*params) : dispatch(*params);
 }

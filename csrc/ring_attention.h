@@ -13,7 +13,7 @@ MossStatus launch_clusters(const RingAttentionParams& params);
 bool takes_few(const RingAttentionParams& params);
 MossStatus launch_few(const RingAttentionParams& params);
 
-// Chunks of more than 32 tokens, for arguments that have been checked.
+// Chunks whose queries and keys are rotated already, for arguments that have been checked.
 MossStatus launch_wide(const RingAttentionParams& params);
 
 }  // namespace moss

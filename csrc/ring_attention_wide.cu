@@ -1,18 +1,17 @@
-// moss_ring_attention for chunks of more than 32 tokens, where the time is that of tensor cores and exponentials.
+// moss_ring_attention for chunks whose queries and keys are rotated already, where the time is that of tensor cores and
+// exponentials.
 //
 // A persistent block takes items: some heads of a row and some tiles of 64 queries, one for each of its consumers,
-// warpgroups that hold scores, weights and result in registers. A loader, one warp, has the keys and values that an
-// item sees copied into stages, 64 tokens at a time, counted from the chunk's first. Finishers, three warps with a
-// stage each, rotate the chunk's own keys where they lie and clear what does not exist. Where a block has all queries
-// of a head in turn they also write the chunk into the ring: an item's tiles of the ring come first, and have arrived
+// warpgroups that hold scores, weights and result in registers, and have their queries copied to shared memory. A
+// loader, one warp, has the keys and values that an item sees copied into stages, 64 tokens at a time, counted from the
+// chunk's first. Finishers, three warps with a stage each, clear what does not exist. Where a block has all queries of
+// a head in turn they also write the chunk into the ring: an item's tiles of the ring come first, and have arrived
 // before those of the chunk.
 #include <cuda.h>
 
 #include <algorithm>
 
 #include "checks.h"
-#include "device/copy_async.cuh"
-#include "device/rotate.cuh"
 #include "device/tile_product.cuh"
 #include "device/warpgroup_attention.cuh"
 #include "launch.h"
@@ -55,8 +54,8 @@ struct alignas(16) Part {
   int done;               // no part, and none follows
 
   __device__ __forceinline__ bool exists(int key) const { return token + key >= begin && token + key < end; }
-  // Whether consumers can read it as it comes: a tile of the ring, all of which exists.
-  __device__ __forceinline__ bool finished() const { return source < 0 && exists(0) && exists(kTile - 1); }
+  // Whether consumers can read it as it comes: all of it exists.
+  __device__ __forceinline__ bool finished() const { return exists(0) && exists(kTile - 1); }
   // Where a key lies: its row in the ring or in the chunk.
   __device__ __forceinline__ int row(int key, int capacity) const {
     const int place = edge + token + key;
@@ -81,7 +80,9 @@ struct Memory {
   __device__ __forceinline__ uint32_t full(int stage) const { return queries(kConsumers) + 24 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t loaded(int stage) const { return full(stage) + 16; }
-  static constexpr int kBytes = kStages * (kStageBytes + 24) + kConsumers * kTileBytes + kAlignment;
+  // A consumer's queries have arrived.
+  __device__ __forceinline__ uint32_t asked(int consumer) const { return full(kStages) + 8 * consumer; }
+  static constexpr int kBytes = kStages * (kStageBytes + 24) + kConsumers * (kTileBytes + 8) + kAlignment;
 
   __device__ __forceinline__ void init_barriers(int consumers) const {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -89,26 +90,37 @@ struct Memory {
       barrier_init(empty(stage), 4 * consumers + kFinishers);
       barrier_init(loaded(stage), 1);
     }
+    for (int consumer = 0; consumer < consumers; ++consumer) barrier_init(asked(consumer), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 };
 
-struct Item {
-  int row, head, heads, first;  // `first`: query
-  int valid, held;
+// Which queries an item has.
+struct Place {
+  int row, head, group, first;  // `group`: of its head's, `first`: its first query
+
+  __device__ __forceinline__ Place(const Arguments& arguments, int index) {
+    const unsigned query_groups = arguments.query_groups, head_groups = arguments.head_groups;
+    const unsigned heads = index / query_groups;
+    group = index - heads * query_groups;
+    row = heads / head_groups;
+    head = (heads - row * head_groups) * arguments.item_heads;
+    first = group * arguments.item_tiles * kTile;
+  }
+  // The number of this block's item after this one, which is `index`.
+  __device__ __forceinline__ int next(const Arguments& arguments, int index) const {
+    const bool ends = arguments.chain == 1 || group + 1 == arguments.query_groups;
+    return index + 1 + (ends ? (gridDim.x - 1) * arguments.chain : 0);
+  }
+};
+
+struct Item : Place {
+  int heads, valid, held;
   int begin, end;  // tiles of keys, one at least, from which consumers learn what the item is
   int stored;      // first token that is written into the ring
 
-  static __device__ __forceinline__ int row_of(const Arguments& arguments, int index) {
-    return index / arguments.query_groups / arguments.head_groups;
-  }
-  static __device__ __forceinline__ int head_of(const Arguments& arguments, int index) {
-    return index / arguments.query_groups % arguments.head_groups * arguments.item_heads;
-  }
-  __device__ __forceinline__ Item(const Arguments& arguments, int index, int valid, int held)
-      : row(row_of(arguments, index)), valid(valid), held(held) {
-    first = index % arguments.query_groups * arguments.item_tiles * kTile;
-    head = head_of(arguments, index);
+  __device__ __forceinline__ Item(const Arguments& arguments, const Place& place, int valid, int held)
+      : Place(place), valid(valid), held(held) {
     heads = min(arguments.item_heads, arguments.heads - head);
     const int beyond = first + arguments.item_tiles * kTile;
     begin = (first < valid ? max(first - arguments.window + 1, -held) : first) >> 6;
@@ -120,11 +132,6 @@ struct Item {
     }
   }
 };
-
-// The item after one of this block's.
-__device__ __forceinline__ int next(const Arguments& arguments, int index) {
-  return ++index % arguments.chain ? index : index + (gridDim.x - 1) * arguments.chain;
-}
 
 struct Loader {
   const Arguments& arguments;
@@ -172,10 +179,12 @@ struct Loader {
     const bool early = arguments.dependent_launch == MOSS_DEPENDENT_EARLY;
     if (!early) cudaGridDependencySynchronize();
 #pragma unroll 1
-    for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
-      const int row = Item::row_of(arguments, index), valid = __ldcg(arguments.valid + row);
-      const int64_t slot = __ldcg(arguments.slots + row), start = __ldcg(arguments.offset + slot);
-      const Item item(arguments, index, valid, static_cast<int>(min(start, int64_t{arguments.capacity})));
+    for (int index = blockIdx.x * arguments.chain; index < arguments.items;) {
+      const Place place(arguments, index);
+      index = place.next(arguments, index);
+      const int valid = __ldcg(arguments.valid + place.row);
+      const int64_t slot = __ldcg(arguments.slots + place.row), start = __ldcg(arguments.offset + slot);
+      const Item item(arguments, place, valid, static_cast<int>(min(start, int64_t{arguments.capacity})));
       const int edge = static_cast<int>(start % arguments.capacity);
       const int ring_rows = static_cast<int>((slot * arguments.heads + item.head) * arguments.capacity);
       int token = item.begin * kTile, head = 0;
@@ -202,23 +211,7 @@ struct Loader {
   }
 };
 
-template <int DIMS>
-__device__ __forceinline__ void load_angles(float (&angles)[DIMS], const float* from) {
-#pragma unroll
-  for (int i = 0; i < DIMS; i += 4)
-    *reinterpret_cast<float4*>(angles + i) = __ldcg(reinterpret_cast<const float4*>(from + i));
-}
-
-// Some dimensions of a token and their angles, loaded.
-template <int DIMS>
-struct Turn {
-  Vector<bf16, DIMS> piece;
-  alignas(16) float angles[DIMS];
-
-  __device__ __forceinline__ Vector<bf16, DIMS> rotated() const { return rotate(piece, angles); }
-};
-
-// A warp that finishes every kFinishers-th stage, so that several wait for their angles at once.
+// A warp that finishes every kFinishers-th stage.
 struct Finisher {
   const Arguments& arguments;
   Memory shared;
@@ -241,56 +234,30 @@ struct Finisher {
       if (key < begin || key >= end) place(stage, key)[0] = place(stage, key)[kTileBytes / 16] = uint4{};
   }
 
-  // Keys of the chunk, eight dimensions a lane: one piece of a key, read and written at once. Keys that do not exist
-  // are turned by the last one's angles and cleared later.
-  __device__ __forceinline__ void turn_keys(const Part& part, int stage) const {
-    constexpr int kDims = 8, kLanes = kHeadDim / kDims, kRows = 32 / kLanes;
-    constexpr int kAhead = 4;  // rounds of kRows keys whose angles are on their way
-    const int row = lane / kLanes, dim = lane % kLanes * kDims, last = min(part.end - part.token, kTile) - 1;
-    const float* angles = arguments.cos_sin + static_cast<int64_t>(part.source) * kHeadDim + dim;
-    const uint32_t place = shared.keys(stage) + row * kRowBytes, offset = (dim * 2) ^ row * 16;
-    Turn<kDims> turns[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_angles(turns[i].angles, angles + min(row + i * kRows, last) * kHeadDim);
-#pragma unroll 1
-    for (int first = 0; first < kTile; first += kAhead * kRows) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const uint32_t address = place + (first + i * kRows) * kRowBytes + (offset ^ i * kRows % 8 * 16);
-        auto* const at = static_cast<Vector<bf16, kDims>*>(__cvta_shared_to_generic(address));
-        turns[i].piece = *at;
-        *at = turns[i].rotated();
-        load_angles(turns[i].angles, angles + min(row + first + (i + kAhead) * kRows, last) * kHeadDim);
-        __syncwarp();  // so that the loads are not put off to the end of the loop
-      }
-    }
-    __syncwarp();
-  }
-
   __device__ __forceinline__ void write_ring(const Part& part, int stage) const {
     const int first = (part.edge + part.token) % arguments.capacity, capacity = arguments.capacity;
     const int begin = part.stored - part.token, end = min(part.end - part.token, kTile);
     const int64_t ring = static_cast<int64_t>(part.ring) * kHeadDim + 8 * (lane % kPieces);
     bf16* const ring_k = static_cast<bf16*>(arguments.ring_k) + ring;
     bf16* const ring_v = static_cast<bf16*>(arguments.ring_v) + ring;
-#pragma unroll 2
-    for (int key = lane / kPieces; key < end; key += kRows) {
-      if (key < begin) continue;
-      int row = first + key;
-      while (row >= capacity) row -= capacity;
-      *reinterpret_cast<uint4*>(ring_k + static_cast<int64_t>(row) * kHeadDim) = place(stage, key)[0];
-      *reinterpret_cast<uint4*>(ring_v + static_cast<int64_t>(row) * kHeadDim) = place(stage, key)[kTileBytes / 16];
+    constexpr int kAtOnce = 4;  // rounds of kRows keys that are read before the first is written
+#pragma unroll 1
+    for (int key = lane / kPieces; key < end; key += kAtOnce * kRows) {
+      uint4 keys[kAtOnce], values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        keys[i] = place(stage, key + i * kRows)[0];
+        values[i] = place(stage, key + i * kRows)[kTileBytes / 16];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (key + i * kRows < begin || key + i * kRows >= end) continue;
+        int row = first + key + i * kRows;
+        while (row >= capacity) row -= capacity;
+        *reinterpret_cast<uint4*>(ring_k + static_cast<int64_t>(row) * kHeadDim) = keys[i];
+        *reinterpret_cast<uint4*>(ring_v + static_cast<int64_t>(row) * kHeadDim) = values[i];
+      }
     }
-  }
-
-  __device__ __forceinline__ void finish(const Part& part, int stage) const {
-    const bool own = part.source >= 0;
-    if (own && part.exists(0)) turn_keys(part, stage);
-    if (!part.exists(0) || !part.exists(kTile - 1)) clear_missing(part, stage);
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.full(stage));
-    if (own && part.stored != kNever) write_ring(part, stage);
   }
 
   // Every finisher waits for every stage: what is written takes the place of keys that must have arrived.
@@ -300,11 +267,17 @@ struct Finisher {
     for (;; ring.advance()) {
       barrier_wait(shared.loaded(ring.stage), ring.parity);
       const Part& part = parts[ring.stage];
+      const bool own = ring.stage % kFinishers == number;
       if (part.done) return;
-      if (part.finished())
+      if (part.finished()) {
         barrier_wait(shared.full(ring.stage), ring.parity);
-      else if (ring.stage % kFinishers == number)
-        finish(part, ring.stage);
+      } else if (own) {
+        clear_missing(part, ring.stage);
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared.full(ring.stage));
+      }
+      if (own && part.source >= 0 && part.stored != kNever) write_ring(part, ring.stage);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.empty(ring.stage));
     }
@@ -316,49 +289,11 @@ __device__ __forceinline__ void consumer_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
 }
 
-// Queries of a consumer on their way to its shared memory, of which one at least is valid; the last valid one takes the
-// place of those beyond it.
-struct Queries {
-  static constexpr int kTurns = kTile * kPieces / 128;
-  uint32_t tile;
-  alignas(16) float angles[kTurns][8];
-
-  // This thread's piece of one of its queries.
-  __device__ __forceinline__ Vector<bf16, 8>* place(int turn) const {
-    const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces + turn * 128 / kPieces;
-    return static_cast<Vector<bf16, 8>*>(__cvta_shared_to_generic(tile + row * kRowBytes + (piece ^ row % 8) * 16));
-  }
-  // Begins where no thread reads the queries before them any more.
-  __device__ __forceinline__ void load(const Arguments& arguments, const Item& item, int head, int first) {
-    const int piece = threadIdx.x % kPieces, row = threadIdx.x % 128 / kPieces, last = item.valid - 1 - first;
-    const int64_t from = static_cast<int64_t>(item.row) * arguments.tokens + first;
-    const int width = 3 * arguments.heads * kHeadDim;
-    const bf16* const q = static_cast<const bf16*>(arguments.qkv) + from * width + head * kHeadDim + 8 * piece;
-    const float* const cos_sin = arguments.cos_sin + from * kHeadDim + 8 * piece;
-    consumer_sync();
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      const int64_t token = min(row + i * 128 / kPieces, last);
-      copy_async(place(i), q + token * width, true);
-      load_angles(angles[i], cos_sin + token * kHeadDim);
-    }
-    copy_async_commit();
-  }
-  __device__ __forceinline__ void turn() const {
-    copy_async_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) *place(i) = rotate(*place(i), angles[i]);
-    fence_async_shared();
-    consumer_sync();
-  }
-};
-
 // Where the attention of a tile of queries goes.
 struct Output {
-  int item, item_head, first, valid;  // `first`: query, kNever where there is none
+  int row, head, first, valid;  // `first`: query, kNever where there is none
 
   __device__ __forceinline__ void store(const Arguments& arguments, const Attention& attention) const {
-    const int row = Item::row_of(arguments, item), head = Item::head_of(arguments, item) + item_head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = attention.total[half];
@@ -435,6 +370,16 @@ struct Consumer {
     release(stage);
   }
 
+  // Has the copy engine bring a consumer's queries of an item once no thread reads those before them. Where they are
+  // not valid, or there are none, it brings what lies there.
+  __device__ __forceinline__ void ask_queries(const Place& place, int group, int item_head, int item_tile) const {
+    consumer_sync();
+    if (threadIdx.x % 128) return;
+    barrier_expect(shared.asked(group), kTileBytes);
+    tensor_load(shared.queries(group), arguments.chunk[0], (place.head + item_head) * kHeadDim,
+                place.row * arguments.tokens + place.first + item_tile * kTile, shared.asked(group));
+  }
+
   // Attention of one tile of queries over an item's tiles of keys; `item_head`: which head of the item's it is.
   __device__ __forceinline__ void attend(Attention& attention, const Item& item, int first, int item_head,
                                          uint32_t query_tile) {
@@ -468,30 +413,31 @@ struct Consumer {
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     const int item_head = group / arguments.item_tiles, item_tile = group % arguments.item_tiles;
     Attention attention;
-    Output output = {0, item_head, kNever, 0};  // not stored until the next item's queries are on their way
+    uint32_t parity = 0;
     cudaGridDependencySynchronize();
+    int index = blockIdx.x * arguments.chain;
+    Place place(arguments, index);
+    ask_queries(place, group, item_head, item_tile);
 #pragma unroll 1
-    for (int index = blockIdx.x * arguments.chain; index < arguments.items; index = next(arguments, index)) {
+    for (; index < arguments.items; parity ^= 1) {
       barrier_wait(shared.full(ring.stage), ring.parity);
       // Read by all lanes before one of them releases the stage.
       const int valid = __shfl_sync(0xffffffffu, parts[ring.stage].end, 0);
       const int held = -__shfl_sync(0xffffffffu, parts[ring.stage].begin, 0);
-      const Item item(arguments, index, valid, held);
+      const Item item(arguments, place, valid, held);
       const int first = item.first + item_tile * kTile;
       const bool wanted = item_head < item.heads, some = max(first - item.valid, item_head - item.heads) < 0;
-      Queries queries = {shared.queries(group)};
-      if (some) queries.load(arguments, item, item.head + item_head, first);
-      output.store(arguments, attention);
-      output = {index, item_head, wanted ? first : kNever, some ? item.valid : 0};
-      if (some) {
-        queries.turn();
-        attend(attention, item, first, item_head, shared.queries(group));
+      barrier_wait(shared.asked(group), parity);
+      if (some) attend(attention, item, first, item_head, shared.queries(group));
+      index = place.next(arguments, index), place = Place(arguments, index);
+      if (index < arguments.items) ask_queries(place, group, item_head, item_tile);
+      if (some)
         skip((item.end - first / kTile) * item.heads - 1 - item_head);
-      } else {
+      else
         skip((item.end - item.begin) * item.heads);
-      }
+      Output{item.row, item.head + item_head, wanted ? first : kNever, some ? item.valid : 0}.store(arguments,
+                                                                                                    attention);
     }
-    output.store(arguments, attention);
   }
 };
 
@@ -562,7 +508,7 @@ MossStatus write_ring(const RingAttentionParams& params) {
   write.heads = params.heads, write.head_dim = params.head_dim, write.capacity = params.capacity;
   write.dtype = MOSS_BFLOAT16;
   write.dependent_launch = params.dependent_launch != 0;
-  write.qkv = params.qkv, write.cos_sin = params.cos_sin;
+  write.qkv = params.qkv;
   write.ring_k = params.ring_k, write.ring_v = params.ring_v;
   write.slots = params.slots, write.valid = params.valid, write.offset = params.offset;
   write.stream = params.stream;

@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kThreads) ring_kv_write_kernel(const RingKvWri
   const int64_t source = row * params.tokens + token;
   const T* k = static_cast<const T*>(params.qkv) + source * 3 * width + width + column;
   const auto value = Vector<T, N>::load(k + width);
-  const auto key = rotate(Vector<T, N>::load(k), params.cos_sin + source * params.head_dim + dim);
+  auto key = Vector<T, N>::load(k);
+  if (params.cos_sin) key = rotate(key, params.cos_sin + source * params.head_dim + dim);
 
   const int64_t slot = params.slots[row];
   const int64_t position = (params.offset[slot] + token) % params.capacity;
@@ -62,12 +63,12 @@ MossStatus check(const RingKvWriteParams& params) {
     const void* pointer;
     size_t bytes;
   } pointers[] = {
-      {"qkv", params.qkv, 16},     {"cos_sin", params.cos_sin, 16}, {"ring_k", params.ring_k, 16},
-      {"ring_v", params.ring_v, 16}, {"slots", params.slots, 4},      {"valid", params.valid, 4},
-      {"offset", params.offset, 8},
+      {"qkv", params.qkv, 16},    {"ring_k", params.ring_k, 16}, {"ring_v", params.ring_v, 16},
+      {"slots", params.slots, 4}, {"valid", params.valid, 4},    {"offset", params.offset, 8},
   };
   for (const auto& entry : pointers)
     if (status == MOSS_OK) status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes);
+  if (status == MOSS_OK) status = check_pointer(kOp, "cos_sin", params.cos_sin, 16, true);
   return status;
 }
 

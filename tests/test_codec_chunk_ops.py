@@ -104,7 +104,8 @@ def expected_outputs(op, arguments, options):
         parts = {name: options.get(name) for name in ("norm_weight", "norm_bias", "scale")}
         parts = {name: part if part is None else part.float() for name, part in parts.items()}
         residual = None if parts["scale"] is None else out.float()
-        y = codec_linear_reference(x, weight, gelu=options.get("gelu", False), residual=residual, **parts)
+        parts |= {"residual": residual, "gelu": options.get("gelu", False), "cos_sin": options.get("cos_sin")}
+        y = codec_linear_reference(x, weight, **parts)
         return written | {"out": (out, y)}
     qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
     y, keys, values = torch.empty(out.shape, device=out.device), ring_k.clone(), ring_v.clone()

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from functools import partial
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from moss_kernels import _library, ring_attention
-from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, triton_kernel
+from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, triton_kernel, wants_rotated
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingInputs
@@ -92,6 +94,16 @@ def bf16_shapes():
     return [(rate * frames, heads, window) for rate, heads, window in CODEC_STAGES for frames in (1, 2, 3, 15)]
 
 
+def require_same_rotated(inputs: RingInputs, attended: torch.Tensor) -> None:
+    """The op gives `attended` and the rings of `ring_kv_write_reference`, bit by bit, for q and k rotated before it."""
+    expected, turned = inputs.to("cpu"), inputs.to("cpu").rotated().to(inputs.qkv.device)
+    ring_kv_write_reference(*expected.step)
+    require_equal("out of settled inputs", turned.attend(partial(ring_attention, settled=True)), attended)
+    require_equal("out", turned.attend(partial(ring_attention, write=True)), attended)
+    for name in ("ring_k", "ring_v"):
+        require_equal(name, getattr(turned, name).nan_to_num(), getattr(expected, name).nan_to_num())
+
+
 def require_write_after(inputs: RingInputs, attended: torch.Tensor, device="cpu") -> None:
     """The op with `write` gives `attended`, and the rings that `ring_kv_write_reference` gives."""
     expected, inputs = inputs.to("cpu"), inputs.to(device)
@@ -157,27 +169,44 @@ def test_scores_of_any_size_on_the_gpu(moss_library, heads, tokens, scores):
     inputs = inputs_with_scores(torch.linspace(*scores, 400), tokens, heads)
     exact = inputs.exact_attention()
     rounding = error(inputs.attend(ring_attention_reference), exact)
-    assert error(inputs.to("cuda").attend(ring_attention), exact) <= 2 * rounding
+    for chunk in (inputs, inputs.rotated()):
+        assert error(chunk.to("cuda").attend(ring_attention), exact) <= 2 * rounding
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "taken"),
-    [(5, 33, True), (33, 32, True), (33, 33, False), (24, 48, False), (24, 49, True), (33, 64, True), (34, 64, False),
-     (34, 65, True)],
+    ("batch", "tokens", "taken", "wanted"),
+    [(5, 33, True, False), (33, 32, True, False), (33, 33, False, False), (33, 48, False, False), (33, 49, False, True),
+     (1, 256, True, False), (2, 256, False, True)],
 )  # fmt: skip
-def test_which_chunks_of_33_to_64_tokens_are_taken(batch, tokens, taken):
-    """Few rows, which clusters share, and one tile of queries that is nearly full, where blocks have few in turn."""
+def test_which_chunks_are_taken_and_which_had_better_be_rotated(batch, tokens, taken, wanted):
+    """Short ones and those of few rows, which clusters share, are taken as they are; those rotated before always."""
     qkv = torch.empty(batch, tokens, 3 * 12 * 64, dtype=torch.bfloat16, device="meta")
+    cos_sin = torch.empty(batch, tokens, 32, 2, device="meta")
     ring = torch.empty(batch + 1, 12, 400, 64, dtype=torch.bfloat16, device="meta")
-    assert cuda_kernel.takes(qkv, ring, 400, False) == taken
+    assert cuda_kernel.takes(qkv, cos_sin, ring, 400, False) == taken
+    assert cuda_kernel.wants_rotated(batch, tokens, ring, 400) == wanted
+    assert cuda_kernel.takes(qkv, None, ring, 400, False)
+
+
+def test_nothing_is_rotated_for_the_cpu():
+    assert not wants_rotated(64, 480, torch.empty(65, 12, 400, 64, dtype=torch.bfloat16), 400)
+
+
+@pytest.mark.parametrize("capacity", [70, 13])
+def test_a_chunk_that_is_rotated_already(capacity):
+    inputs = make_inputs(capacity=capacity, window=capacity)
+    require_same_rotated(inputs, inputs.attend(ring_attention_reference))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("capacity", "window"), [(400, 400), (70, 31), (13, 13)])
-@pytest.mark.parametrize(("heads", "tokens"), [(40, 480), (44, 257), (81, 120), (133, 66), (66, 64), (20, 49)])
-def test_many_rows_of_long_chunks_on_the_gpu(moss_library, heads, tokens, capacity, window):
-    """So many that a block takes several tiles of queries or several heads, the last of them not all that it could, and
-    one tile after the other."""
+@pytest.mark.parametrize(
+    ("heads", "tokens"),
+    [(40, 480), (44, 257), (81, 120), (133, 66), (66, 64), (20, 49), (1, 1), (2, 17), (3, 40), (1, 480)],
+)
+def test_chunks_that_are_rotated_already_on_the_gpu(moss_library, heads, tokens, capacity, window):
+    """Also so many that a block takes several tiles of queries or several heads, the last of them not all it could, and
+    one after the other. Queries, keys and values that do not count are NaN."""
     rows = [(slot, valid * tokens // 40, offset) for slot, valid, offset in ROWS]
     inputs = make_inputs(
         rows, capacity=capacity, window=window, tokens=tokens, heads=heads, head_dim=64, dtype=torch.bfloat16
@@ -185,9 +214,19 @@ def test_many_rows_of_long_chunks_on_the_gpu(moss_library, heads, tokens, capaci
     floats = {name: getattr(inputs, name).float() for name in ("qkv", "ring_k", "ring_v")}
     exact = dataclasses.replace(inputs, **floats).attend(ring_attention_reference).cpu().double()
     rounding = error(inputs.attend(ring_attention_reference), exact)
-    attended = inputs.attend(ring_attention)
+    attended = inputs.rotated().attend(ring_attention)
     assert error(attended, exact) <= 2 * rounding
-    require_write_after(inputs, attended, "cuda")
+    assert not attended[torch.arange(tokens, device="cuda") >= inputs.valid[:, None]].any()
+    require_same_rotated(inputs, attended)
+
+
+def test_products_of_long_chunks_follow_each_other(moss_library):
+    """In machine code, since the assembler waits after each one where it runs short of registers."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(moss_library)]
+    functions = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function : ")
+    (code,) = (code for code in functions if "ring_attention_wide_kernel" in code.split("\n", 1)[0])
+    products = re.findall(r"HGMMA.*", code)
+    assert 0 < sum("gsb0" in product for product in products) < len(products) / 2  # those that are waited for
 
 
 @pytest.mark.gpu
@@ -230,7 +269,8 @@ def test_a_row_keeps_its_bits_whatever_the_others_are(tokens, heads):
     other = make_inputs([rows[0], (3, tokens // 2, 99), (NULL, 0, 0)], **sizes, dtype=torch.bfloat16, seed=1).to("cuda")
     other.qkv[0], other.cos_sin[0] = first.qkv[0], first.cos_sin[0]
     other.ring_k[2], other.ring_v[2] = first.ring_k[2], first.ring_v[2]
-    assert cuda_kernel.takes(first.qkv, first.ring_k, first.window, False)
+    if not cuda_kernel.takes(first.qkv, first.cos_sin, first.ring_k, first.window, False):
+        first, other = first.rotated(), other.rotated()
     expected = first.attend(cuda_kernel.ring_attention_cuda)[0]
     require_equal("out", other.attend(cuda_kernel.ring_attention_cuda)[0], expected)
 
@@ -273,10 +313,11 @@ def test_all_padding_in_the_interpreter():
     assert (inputs.attend(triton_kernel.ring_attention_triton) == 0).all()
 
 
-def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
+def op_arguments(device="cpu", *, write=False, rotated=False) -> dict[str, object]:
     inputs = make_inputs().to(device)
     floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
     inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
+    inputs = inputs.rotated() if rotated else inputs
     out = torch.zeros(len(ROWS), SHAPE["tokens"], SHAPE["heads"] * SHAPE["head_dim"], device=device)
     return dict(zip(NAMES, (*inputs.step, inputs.window, False, out, write, False), strict=True))
 
@@ -284,10 +325,12 @@ def op_arguments(device="cpu", *, write=False) -> dict[str, object]:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device, write):
-    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(op_arguments(device, write=write).values()))
+def test_opcheck(device, write, rotated):
+    arguments = op_arguments(device, write=write, rotated=rotated)
+    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(arguments.values()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -344,7 +387,7 @@ def test_wrong_argument_is_named(name, error, message, value):
     [
         ("struct_size", 8, "`struct_size` must be .*, got 8"),
         ("tokens", -1, "`tokens` must be >= 0, got -1"),
-        ("tokens", 2**31 - 1, r"`batch \* tokens` must be 1 \.\. 1073741824, got 2147483647"),
+        ("tokens", 513, "`cos_sin` must be null for 513 tokens of 1 rows"),
         ("head_dim", 32, r"`head_dim` must be 64 \.\. 64, got 32"),
         ("window", 5, r"`window` must be 1 \.\. 4, got 5"),
         ("offset", None, "`offset` must not be null"),

@@ -57,6 +57,16 @@ def test_op(capacity, dtype):
     require_written(ring_kv_write, make_inputs(capacity=capacity, dtype=dtype))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_that_are_rotated_already(dtype, device):
+    inputs = make_inputs(dtype=dtype)
+    turned = inputs.rotated().to(device)
+    ring_kv_write(*turned.step)
+    for name, expected in zip(("ring_k", "ring_v"), expected_rings(inputs), strict=True):
+        require_equal(name, bits(getattr(turned, name)), bits(expected))
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])

@@ -350,10 +350,10 @@ MOSS_API MossStatus moss_paged_attention(const PagedAttentionParams* params);
 
 /* ---- ring_kv_write ---- */
 
-/* Stores the keys and values of a chunk of tokens in the rings of a codec layer. Keys are rotated here: interleaved RoPE
- * in fp32, rounded once. Token n of a stream goes to ring position n mod C; of more than C valid tokens the last C are
- * kept. Nothing else is written, and offsets do not advance. All tensors are contiguous; rows with valid tokens name
- * different slots. */
+/* Stores the keys and values of a chunk of tokens in the rings of a codec layer. Keys are rotated here, unless `cos_sin`
+ * is null: interleaved RoPE in fp32, rounded once. Token n of a stream goes to ring position n mod C; of more than C valid
+ * tokens the last C are kept. Nothing else is written, and offsets do not advance. All tensors are contiguous; rows with
+ * valid tokens name different slots. */
 typedef struct RingKvWriteParams {
   uint32_t struct_size;   /* sizeof(RingKvWriteParams) */
   uint32_t abi_version;   /* MOSS_ABI_VERSION */
@@ -477,7 +477,7 @@ typedef struct RingAttentionParams {
   uint32_t struct_size;  /* sizeof(RingAttentionParams) */
   uint32_t abi_version;  /* MOSS_ABI_VERSION */
   int32_t batch;         /* B, 0 .. 65535 */
-  int32_t tokens;        /* T, >= 0; of more than 32 B * T and S+1 * H * C are at most 2^30 */
+  int32_t tokens;        /* T, >= 0; rotated already, B * T and S+1 * H * C are at most 2^30 */
   int32_t heads;         /* H, 1 .. 65535 */
   int32_t head_dim;      /* D, 64 */
   int32_t capacity;      /* C, 1 .. 2^24 */
@@ -490,7 +490,8 @@ typedef struct RingAttentionParams {
                                reads slots, valid, offset, cos_sin and rings before it waits; no kernel that may
                                still run writes them */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
-  const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position */
+  const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position; null: q and k are
+                            rotated already, as many rows of more than 32 must be */
   void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with
                             valid tokens names */
   void* ring_v;          /* [S+1, H, C, D] likewise */

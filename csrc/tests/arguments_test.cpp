@@ -143,9 +143,11 @@ void test_ring_attention() {
   };
   refused("`batch`", [](auto& spoiled) { spoiled.batch = 65536; });
   refused("`tokens` must be >= 0", [](auto& spoiled) { spoiled.tokens = -1; });
-  refused("`batch * tokens` must be 1 .. 1073741824", [](auto& spoiled) { spoiled.tokens = INT32_MAX; });
+  refused("`batch * tokens` must be 1 .. 1073741824",
+          [](auto& spoiled) { spoiled.tokens = INT32_MAX, spoiled.cos_sin = nullptr; });
   refused("`ring_slots * heads * capacity` must be 1 .. 1073741824",
-          [](auto& spoiled) { spoiled.tokens = 513, spoiled.ring_slots = INT32_MAX; });
+          [](auto& spoiled) { spoiled.ring_slots = INT32_MAX, spoiled.cos_sin = nullptr; });
+  refused("`cos_sin` must be null for 513 tokens of 2 rows", [](auto& spoiled) { spoiled.tokens = 513; });
   refused("`heads`", [](auto& spoiled) { spoiled.heads = 0; });
   refused("`head_dim`", [](auto& spoiled) { spoiled.head_dim = 128; });
   refused("`capacity` must be 1 .. 16777216, got 0", [](auto& spoiled) { spoiled.capacity = 0; });
@@ -154,7 +156,7 @@ void test_ring_attention() {
   refused("`ring_slots`", [](auto& spoiled) { spoiled.ring_slots = 0; });
   refused("`dependent_launch` must be 0 .. 2, got 3", [](auto& spoiled) { spoiled.dependent_launch = 3; });
   refused("`qkv`", [](auto& spoiled) { spoiled.qkv = aligned<void>(8); });
-  refused("`cos_sin`", [](auto& spoiled) { spoiled.cos_sin = nullptr; });
+  refused("`cos_sin`", [](auto& spoiled) { spoiled.cos_sin = aligned<float>(8); });
   refused("`ring_v`", [](auto& spoiled) { spoiled.ring_v = aligned<void>(8); });
   refused("`offset`", [](auto& spoiled) { spoiled.offset = aligned<int64_t>(4); });
   refused("`out`", [](auto& spoiled) { spoiled.out = nullptr; });

@@ -25,11 +25,12 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "rotate_interleaved",
+    "wants_rotated",
 ]
 
 _OP = "ring_attention"
-# Backends that take any chunk.
-_ANY_SIZE = ("triton", "reference")
+# Backends that take any chunk, and those of them that take one which has been rotated.
+_ANY_SIZE, _ROTATED_TOO = ("triton", "reference"), ("reference",)
 # Arguments that `ring_kv_write` has too, and the place of `write`, which the dispatcher may leave out.
 _SHARED, _WRITE = 7, 10
 
@@ -37,7 +38,7 @@ _SHARED, _WRITE = 7, 10
 def check_ring_step(
     op: str,
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -61,7 +62,8 @@ def check_ring_step(
         raise ValueError(f"`{op}`: `ring_k` must have an even head_dim, got {head_dim}")
     sizes |= {"3*H*D": 3 * heads * head_dim, "H*D": heads * head_dim, "D/2": head_dim // 2}
     check("qkv", qkv, "[B, T, 3*H*D]", qkv.dtype)
-    check("cos_sin", cos_sin, "[B, T, D/2, 2]", torch.float32)
+    if cos_sin is not None:
+        check("cos_sin", cos_sin, "[B, T, D/2, 2]", torch.float32)
     check("slots", slots, "[B]", torch.int32)
     check("valid", valid, "[B]", torch.int32)
     check("offset", offset, "[S+1]", torch.int64)
@@ -70,7 +72,7 @@ def check_ring_step(
 
 def _check(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -93,6 +95,13 @@ def _check(
     _checks.require_contiguous(_OP, "out", out)
 
 
+def wants_rotated(batch: int, tokens: int, ring_k: torch.Tensor, window: int) -> bool:
+    """Whether the op had better get q and k of chunks rotated: of `batch` rows of `tokens`, in no ring yet."""
+    if ring_k.device.type != "cuda" or not cuda_kernel.wants_rotated(batch, tokens, ring_k, window):
+        return False
+    return _library.backend_for(_OP, ("cuda", *_ANY_SIZE), ring_k.device) == "cuda"
+
+
 def _run_cpu(*arguments: object) -> None:
     _check(*arguments)
     _attend_and_write(ring_attention_reference, *arguments)
@@ -100,8 +109,10 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    qkv, ring_k, window, chunk_in_ring = arguments[0], arguments[2], arguments[7], arguments[8]
-    backends = ("cuda", "triton", "reference") if cuda_kernel.takes(qkv, ring_k, window, chunk_in_ring) else _ANY_SIZE
+    qkv, cos_sin, ring_k = arguments[:3]
+    backends = _ROTATED_TOO if cos_sin is None else _ANY_SIZE
+    if cuda_kernel.takes(qkv, cos_sin, ring_k, *arguments[7:9]):
+        backends = ("cuda", *backends)
     backend = _library.backend_for(_OP, backends, qkv.device)
     if backend == "cuda":
         return cuda_kernel.ring_attention_cuda(*arguments)
@@ -120,7 +131,7 @@ def _attend_and_write(attention: Callable[..., None], *arguments: object) -> Non
 
 
 _library.OPS.define(
-    "ring_attention(Tensor qkv, Tensor cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
+    "ring_attention(Tensor qkv, Tensor? cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
     "Tensor offset, int window, bool chunk_in_ring, Tensor(c!) out, bool write=False, bool settled=False) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
@@ -130,7 +141,7 @@ torch.library.register_fake("moss::ring_attention", _check, lib=_library.OPS)
 
 def ring_attention(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -144,8 +155,9 @@ def ring_attention(
 ) -> None:
     """Attention of one layer of the codec over a chunk of tokens of each row's stream.
 
-    Queries and the chunk's own keys are rotated here (interleaved pairs, in float32, rounded once). The query at
-    position p sees the keys max(0, p - window + 1) .. p; scores, softmax and the weighted sum accumulate in float32.
+    Queries and the chunk's own keys are rotated here (interleaved pairs, in float32, rounded once), or, without
+    `cos_sin`, have been by `codec_linear`. The query at position p sees the keys max(0, p - window + 1) .. p; scores,
+    softmax and the weighted sum accumulate in float32.
 
     With `chunk_in_ring` False the ring is the one from before the chunk, and `ring_kv_write` follows, or is part of
     this op (`write`): streaming then equals full-length attention with the same window for every way of cutting a
@@ -156,8 +168,9 @@ def ring_attention(
     overwritten, may hold anything, NaN included, and so may tokens at or beyond `valid`.
 
     Args:
-        qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk, before rotation.
-        cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t.
+        qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk.
+        cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t; None: q and k of `qkv`
+            are rotated already, as `wants_rotated` says is best.
         ring_k: [S+1, H, C, D], the dtype of `qkv`. Rotated keys; token n of a stream lies at n mod C. Row S is the
             null slot of padding. Read, and with `write` written after that.
         ring_v: [S+1, H, C, D], likewise. Values.

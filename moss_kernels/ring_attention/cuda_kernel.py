@@ -12,8 +12,8 @@ from moss_kernels._launch import dependent_launch
 HEAD_DIM = 64
 # Of chunks that clusters share: blocks that run at once, those of a cluster, and keys that a block sees.
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
-# Up to so many heads of all rows a chunk of 49 to 64 tokens is faster here than in Triton.
-_MAX_HEADS = 396
+# Up to so many tokens of many rows are faster in Triton.
+_FEW_TOKENS = 48
 _DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
 
 
@@ -45,12 +45,22 @@ class RingAttentionParams(ctypes.Structure):
     )
 
 
-def takes(qkv: torch.Tensor, ring_k: torch.Tensor, window: int, chunk_in_ring: bool) -> bool:
-    """Whether there is a kernel for these sizes and dtypes, and for 33 to 64 tokens whether it is the faster one."""
+def takes(
+    qkv: torch.Tensor, cos_sin: torch.Tensor | None, ring_k: torch.Tensor, window: int, chunk_in_ring: bool
+) -> bool:
+    """Whether there is a kernel for these sizes and dtypes; with `cos_sin` not for long chunks of many rows."""
     batch, tokens, heads = *qkv.shape[:2], ring_k.shape[1]
-    faster = tokens <= 32 or tokens > 64 or (tokens > 48 and batch * heads <= _MAX_HEADS)
-    faster = faster or _takes_clusters(batch, tokens, heads, window)
-    return faster and ring_k.shape[3] == HEAD_DIM and qkv.dtype == torch.bfloat16 and not chunk_in_ring
+    sized = cos_sin is None or tokens <= 32 or _takes_clusters(batch, tokens, heads, window)
+    return sized and _fits(ring_k) and not chunk_in_ring
+
+
+def wants_rotated(batch: int, tokens: int, ring_k: torch.Tensor, window: int) -> bool:
+    """Whether the kernel for chunks that are rotated already is the fastest of all for this one."""
+    return tokens > _FEW_TOKENS and _fits(ring_k) and not _takes_clusters(batch, tokens, ring_k.shape[1], window)
+
+
+def _fits(ring_k: torch.Tensor) -> bool:
+    return ring_k.shape[3] == HEAD_DIM and ring_k.dtype == torch.bfloat16
 
 
 def _takes_clusters(batch: int, tokens: int, heads: int, window: int) -> bool:
@@ -69,7 +79,7 @@ def _function():
 
 def ring_attention_cuda(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -102,7 +112,7 @@ def ring_attention_cuda(
         scale=head_dim**-0.5 * math.log2(math.e),
         dependent_launch=_DEPENDENT_EARLY if dependent and settled else dependent,
         qkv=qkv.data_ptr(),
-        cos_sin=cos_sin.data_ptr(),
+        cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
         ring_k=ring_k.data_ptr(),
         ring_v=ring_v.data_ptr(),
         slots=slots.data_ptr(),

@@ -122,7 +122,7 @@ def ring_visibility(
 
 def ring_attention_reference(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -152,8 +152,9 @@ def ring_attention_reference(
             chunk_in_ring=chunk_in_ring,
         )
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
-    q = rotate_interleaved(q, cos_sin)
+    if cos_sin is not None:
+        q, k = rotate_interleaved(q, cos_sin), rotate_interleaved(k, cos_sin)
     keys, values = (ring[slots.long()].transpose(1, 2) for ring in (ring_k, ring_v))
     if not chunk_in_ring:
-        keys, values = torch.cat((keys, rotate_interleaved(k, cos_sin)), dim=1), torch.cat((values, v), dim=1)
+        keys, values = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
     out.copy_(masked_attention(q, keys, values, visible).flatten(2))

@@ -12,18 +12,19 @@ __all__ = ["RingTarget", "ring_kv_write", "ring_kv_write_reference", "ring_targe
 _OP = "ring_kv_write"
 
 
-def _check(*arguments: torch.Tensor) -> None:
+def _check(*arguments: torch.Tensor | None) -> None:
     check_ring_step(_OP, *arguments)
 
 
-def _run_cpu(*arguments: torch.Tensor) -> None:
+def _run_cpu(*arguments: torch.Tensor | None) -> None:
     _check(*arguments)
     ring_kv_write_reference(*arguments)
 
 
-def _run_cuda(*arguments: torch.Tensor) -> None:
+def _run_cuda(*arguments: torch.Tensor | None) -> None:
     _check(*arguments)
-    backend = _library.backend_for(_OP, ("cuda", "triton", "reference"), arguments[0].device)
+    backends = ("cuda", "reference") if arguments[1] is None else ("cuda", "triton", "reference")
+    backend = _library.backend_for(_OP, backends, arguments[0].device)
     if backend == "cuda":
         from .cuda_kernel import ring_kv_write_cuda as implementation
     elif backend == "triton":
@@ -34,7 +35,7 @@ def _run_cuda(*arguments: torch.Tensor) -> None:
 
 
 _library.OPS.define(
-    "ring_kv_write(Tensor qkv, Tensor cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
+    "ring_kv_write(Tensor qkv, Tensor? cos_sin, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor slots, Tensor valid, "
     "Tensor offset) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
@@ -44,7 +45,7 @@ torch.library.register_fake("moss::ring_kv_write", _check, lib=_library.OPS)
 
 def ring_kv_write(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -57,8 +58,9 @@ def ring_kv_write(
     that of `rotate_interleaved`, bitwise. The offset does not advance here: once per step, it does for a whole stage.
 
     Args:
-        qkv: [B, T, 3*H*D] float32 or bfloat16. All q (not read), all k, all v of the chunk, before rotation.
-        cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t.
+        qkv: [B, T, 3*H*D] float32 or bfloat16. All q (not read), all k, all v of the chunk.
+        cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t; None: the keys are
+            rotated already.
         ring_k: [S+1, H, C, D], the dtype of `qkv`, written. Row S is the null slot of padding: all zero, never
             changed.
         ring_v: [S+1, H, C, D], likewise.

@@ -44,7 +44,7 @@ def _function():
 
 def ring_kv_write_cuda(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -66,7 +66,7 @@ def ring_kv_write_cuda(
         capacity=capacity,
         dtype=_library.DTYPE_CODES[qkv.dtype],
         qkv=qkv.data_ptr(),
-        cos_sin=cos_sin.data_ptr(),
+        cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
         ring_k=ring_k.data_ptr(),
         ring_v=ring_v.data_ptr(),
         slots=slots.data_ptr(),

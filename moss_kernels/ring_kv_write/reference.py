@@ -43,7 +43,7 @@ def ring_target(
 
 def ring_kv_write_reference(
     qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     slots: torch.Tensor,
@@ -62,7 +62,9 @@ def ring_kv_write_reference(
         target = ring_target(slots, valid, offset, tokens=qkv.shape[1], capacity=capacity)
     slot, position, written = target
     _, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    if cos_sin is not None:
+        k = rotate_interleaved(k, cos_sin)
     head = torch.arange(heads, device=qkv.device)
     # What is not to be written goes to the null slot as zeros: shapes stay static, and no row can race with another.
-    for ring, fresh in ((ring_k, rotate_interleaved(k, cos_sin)), (ring_v, v)):
+    for ring, fresh in ((ring_k, k), (ring_v, v)):
         ring[slot[..., None], head, position[..., None]] = torch.where(written[..., None, None], fresh, 0)

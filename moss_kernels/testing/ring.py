@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from moss_kernels.ring_attention import rope_tables
+from moss_kernels.ring_attention import rope_tables, rotate_interleaved
 
 
 @dataclasses.dataclass
@@ -14,7 +14,7 @@ class RingInputs:
 
     Attributes:
         qkv: [B, T, 3*H*D] float32 or bfloat16.
-        cos_sin: [B, T, D/2, 2] float32.
+        cos_sin: [B, T, D/2, 2] float32; None: q and k are rotated already.
         ring_k: [S+1, H, C, D] the dtype of `qkv`. Holds the tokens before the chunk; the null slot S is zero.
         ring_v: [S+1, H, C, D] likewise.
         slots: [B] int32.
@@ -24,7 +24,7 @@ class RingInputs:
     """
 
     qkv: torch.Tensor
-    cos_sin: torch.Tensor
+    cos_sin: torch.Tensor | None
     ring_k: torch.Tensor
     ring_v: torch.Tensor
     slots: torch.Tensor
@@ -87,9 +87,15 @@ class RingInputs:
         return RingInputs(**{name: x.to(device, copy=True) if torch.is_tensor(x) else x for name, x in fields.items()})
 
     @property
-    def step(self) -> tuple[torch.Tensor, ...]:
+    def step(self) -> tuple[torch.Tensor | None, ...]:
         """The arguments that both ops begin with; those of `ring_kv_write`."""
         return self.qkv, self.cos_sin, self.ring_k, self.ring_v, self.slots, self.valid, self.offset
+
+    def rotated(self) -> "RingInputs":
+        """The same step with its q and k rotated, and nothing left to rotate them by."""
+        q, k, v = self.qkv.unflatten(-1, (3, self.ring_k.shape[1], -1)).unbind(2)
+        turned = [rotate_interleaved(x, self.cos_sin) for x in (q, k)]
+        return dataclasses.replace(self, qkv=torch.stack((*turned, v), 2).flatten(2), cos_sin=None)
 
     def attend(self, implementation: Callable[..., None], *, chunk_in_ring: bool = False) -> torch.Tensor:
         """Output [B, T, H*D] of an implementation of `ring_attention`; NaN where it wrote nothing."""

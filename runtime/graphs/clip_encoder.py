@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moss_kernels.ring_attention import ring_attention, rope_tables
+from moss_kernels.ring_attention import ring_attention, rope_tables, wants_rotated
 from moss_runtime.errors import AudioError
 from moss_runtime.graphs.capture import GraphSet, bucket_for
 from moss_runtime.graphs.codec_layers import StageBuffers, front
@@ -136,12 +136,14 @@ class ClipEncoder:
         config, rows = stage.config, self.rows
         ring = front(self._ring, rows, config.heads, config.context, config.head_dim)
         rotation = cos_sin[:tokens].expand(rows, -1, -1, -1).contiguous()
+        rotated = wants_rotated(rows, tokens, ring, config.context)
+        own_cos_sin, in_proj_cos_sin = (None, rotation) if rotated else (rotation, None)
 
         def attend(_: int, qkv: Tensor, attended: Tensor) -> None:
-            step = (qkv, rotation, ring, ring, self._slots, valid, self._offset)
+            step = (qkv, own_cos_sin, ring, ring, self._slots, valid, self._offset)
             ring_attention(*step, config.context, False, attended, settled=True)
 
-        return self.buffers.run(stage, features, rows, tokens, attend, last=last)
+        return self.buffers.run(stage, features, rows, tokens, attend, cos_sin=in_proj_cos_sin, last=last)
 
     def _pass(self, clips: Sequence[Tensor], length: int) -> list[Tensor]:
         """Codes of clips of one bucket, or of a clip without one."""

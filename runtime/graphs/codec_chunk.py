@@ -9,7 +9,7 @@ import torch
 
 from moss_kernels.chunk_epilogue import chunk_epilogue
 from moss_kernels.chunk_prologue import chunk_prologue
-from moss_kernels.ring_attention import ring_attention, rope_frequencies
+from moss_kernels.ring_attention import ring_attention, rope_frequencies, wants_rotated
 from moss_runtime.graphs.capture import no_collection
 from moss_runtime.graphs.codec_layers import StageBuffers, front
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_weights
@@ -285,9 +285,11 @@ class CodecChunk:
         buffers = self.buffers
         batch, tokens = cos_sin.shape[:2]
         slots = buffers.slots[:batch]
+        rotated = wants_rotated(batch, tokens, rings.keys[0], stage.config.context)
+        own_cos_sin, in_proj_cos_sin = (None, cos_sin) if rotated else (cos_sin, None)
 
         def attend(layer: int, qkv: torch.Tensor, attended: torch.Tensor) -> None:
-            step = (qkv, cos_sin, rings.keys[layer], rings.values[layer], slots, valid, rings.offset)
+            step = (qkv, own_cos_sin, rings.keys[layer], rings.values[layer], slots, valid, rings.offset)
             ring_attention(*step, stage.config.context, False, attended, write=True, settled=True)
 
-        return buffers.run(stage, features, batch, tokens, attend, last=last)
+        return buffers.run(stage, features, batch, tokens, attend, cos_sin=in_proj_cos_sin, last=last)

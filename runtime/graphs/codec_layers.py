@@ -56,6 +56,7 @@ class StageBuffers:
         tokens: int,
         attend: Callable[[int, Tensor, Tensor], None],
         *,
+        cos_sin: Tensor | None,
         last: bool,
     ) -> Tensor:
         """One transformer stage.
@@ -66,6 +67,7 @@ class StageBuffers:
             batch, tokens: rows, and tokens of each.
             attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
                 [B, T, H*D].
+            cos_sin: [B, T, D/2, 2] float32. By which q and k are rotated before; None: `attend` does it.
             last: whether the output is float32.
 
         Returns:
@@ -77,6 +79,7 @@ class StageBuffers:
         qkv = front(self.wide, batch, tokens, 3 * d)
         attended = front(self.wide[qkv.numel() :], batch, tokens, d)
         hidden = front(self.wide, m, config.feedforward_size)
+        cos_sin = None if cos_sin is None else cos_sin.view(m, -1, 2)
 
         def add(inputs: Tensor, linear: dict[str, Tensor], *, whole: bool = False) -> dict[str, Tensor]:
             """Adds a linear to the stream; or returns what the next norm needs for it."""
@@ -91,7 +94,7 @@ class StageBuffers:
         codec_linear(features.view(m, config.input_size), stage.input_proj, x)
         pending: dict[str, Tensor] = {}
         for index, layer in enumerate(stage.layers):
-            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, **layer.in_proj, **pending)
+            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, cos_sin=cos_sin, **layer.in_proj, **pending)
             attend(index, qkv, attended)
             pending = add(attended.view(m, d), layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1, **pending)

@@ -81,7 +81,8 @@ def _ring_attention(
 
 def _ring_kv_write(qkv, cos_sin, ring_k, ring_v, slots, valid, offset) -> int:
     tokens = int(valid.clamp(max=ring_k.shape[2]).sum())
-    return tokens * (4 * ring_k.shape[1] * ring_k.shape[3] * ring_k.element_size() + 4 * ring_k.shape[3])
+    angles = 0 if cos_sin is None else 4 * ring_k.shape[3]
+    return tokens * (4 * ring_k.shape[1] * ring_k.shape[3] * ring_k.element_size() + angles)
 
 
 def _chunk_prologue(codes, table, slots, valid, offsets, rates, frequencies, features, stage_valid, cos_sin) -> int:
