@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, BU
   for (int index = blockIdx.x + group * gridDim.x; index < arguments.tiles; index += kTurnConsumers * gridDim.x) {
     const Tile<N> tile(arguments, index);
     float sum[kHalves][N / 2];
-    Angles angles[kHalves];
+    TileAngles angles[kHalves];
     if (FINISH == kRotate && tile.column < arguments.rotated)
       for (int half = 0; half < kHalves; ++half) angles[half].load(arguments, tile.row + half * kGroupRows);
     multiply_in_turn<kHalves>(sum, shared, ring, steps, group, index + gridDim.x < arguments.tiles);

@@ -158,7 +158,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, CO
   for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, parity ^= 1) {
     const Tile<N, CONSUMERS> tile(arguments, index);
     float sum[N / 2];
-    Angles angles;
+    TileAngles angles;
     if (FINISH == kRotate && tile.column < arguments.rotated) angles.load(arguments, tile.row + group * kGroupRows);
     multiply(sum, shared, ring, arguments.inputs / kStep, group, tile.row + group * kGroupRows < arguments.rows);
     if (FINISH == kResidual)

@@ -12,7 +12,7 @@ namespace moss {
 constexpr int kRotatedDim = 64;  // of a head
 
 // Cosines and sines by which a thread rotates its sums of a head in 64 rows: its row's and that of the eighth on.
-struct Angles {
+struct TileAngles {
   float2 of[2][kRotatedDim / 8];
 
   // `first_row`: of the 64. The loads are not put off until what they load is needed.
