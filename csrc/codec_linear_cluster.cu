@@ -47,7 +47,8 @@ struct Shape {
   static constexpr int kOwnSums = kOwnRows * kPitch * static_cast<int>(sizeof(float)), kSums = SLICES * kOwnSums;
   static constexpr bool kSent = SLICES > 1 && GROUPS == 1;
   static constexpr int kReceived = kSent ? kSums : 0;
-  static constexpr int kMostStages = ((kResident == 1 ? 224 : 104) << 10) / kStage;
+  // Of stage 1's q, k and v a little less, since more blocks of the attention then begin beside them.
+  static constexpr int kMostStages = ((kResident == 1 ? 224 : COLUMNS == 32 ? 84 : 104) << 10) / kStage;
   static constexpr int kRoom = ((kResident == 1 ? 225 : 111) << 10) - kReceived;
   static constexpr int kStages = kMostStages * kStage < kRoom ? kMostStages : kRoom / kStage;
   static constexpr int kBeforeReceived = kStages * kStage > kSums ? kStages * kStage : kSums;

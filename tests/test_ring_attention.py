@@ -165,12 +165,12 @@ def inputs_with_scores(scores: torch.Tensor, tokens: int, heads: int) -> RingInp
     [(2, 200), (80, 200), (500, 16), (600, 16), (600, 32), (1100, 9), (500, 1), (600, 2), (1100, 2), (1400, 4)],
 )
 def test_scores_of_any_size_on_the_gpu(moss_library, heads, tokens, scores):
-    """Rising, falling, of either sign: weights must neither overflow nor all vanish."""
+    """Rising, falling, of either sign: weights must not overflow or all vanish. They are rounded, as results are."""
     inputs = inputs_with_scores(torch.linspace(*scores, 400), tokens, heads)
     exact = inputs.exact_attention()
     rounding = error(inputs.attend(ring_attention_reference), exact)
     for chunk in (inputs, inputs.rotated()):
-        assert error(chunk.to("cuda").attend(ring_attention), exact) <= 2 * rounding
+        assert error(chunk.to("cuda").attend(ring_attention), exact) <= 2.2 * rounding
 
 
 @pytest.mark.parametrize(

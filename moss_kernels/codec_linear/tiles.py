@@ -192,6 +192,7 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
         (257, 384, CudaTile(128, 64, 3)),
         (385, 512, CudaTile(128, 64, 2)),
         (769, 1024, CudaTile(128, 96, 2)),
+        (1921, 2048, CudaTile(128, 96, 2)),
     ),
     (1280, 1280): ((17, 64, CudaTile(64, 40, 4)), (65, 128, CudaTile(64, 40, 2))),
     (1280, 5120): (
