@@ -12,7 +12,11 @@ from moss_runtime.state.codec_slots import StageRings
 
 
 class TorchOpsChunk(CodecChunk):
-    """cuBLAS linears, torch LayerNorm, GELU and residuals; the other kernels are the project's own."""
+    """cuBLAS linears, torch LayerNorm, GELU and residuals; the other kernels are the project's own.
+
+    Attention of long chunks of many rows is Triton's: the kernel in CUDA C++ takes queries that the linear before has
+    rotated, and torch operators would take longer for that than is won.
+    """
 
     def _stage(
         self,

@@ -65,7 +65,8 @@ def _attention_variants(layers: list[RingInputs]) -> list[harness.Variant]:
     if first.qkv.is_cuda and _library.is_available():
         rotated = not cuda_kernel.takes(first.qkv, first.cos_sin, first.ring_k, first.window, False)
         own = [layer.rotated() for layer in layers] if rotated else layers
-        runs.insert(0, ("cuda", partial(_attend, implementation("ring_attention", "cuda")), own))
+        name = "cuda_rotated" if rotated else "cuda"
+        runs.insert(0, (name, partial(_attend, implementation("ring_attention", "cuda")), own))
     return [
         harness.Variant(name, partial(_run_attention, run, inputs), partial(_check_attention, run, inputs[0]))
         for name, run, inputs in [*runs, ("torch_sdpa", gathered, finite)]

@@ -47,7 +47,7 @@ struct Shape {
   static constexpr int kOwnSums = kOwnRows * kPitch * static_cast<int>(sizeof(float)), kSums = SLICES * kOwnSums;
   static constexpr bool kSent = SLICES > 1 && GROUPS == 1;
   static constexpr int kReceived = kSent ? kSums : 0;
-  // Of stage 1's q, k and v a little less, since more blocks of the attention then begin beside them.
+  // Of 32 columns, which stage 1's q, k and v of 64 rows have, less: more of the attention then begins beside them.
   static constexpr int kMostStages = ((kResident == 1 ? 224 : COLUMNS == 32 ? 84 : 104) << 10) / kStage;
   static constexpr int kRoom = ((kResident == 1 ? 225 : 111) << 10) - kReceived;
   static constexpr int kStages = kMostStages * kStage < kRoom ? kMostStages : kRoom / kStage;

@@ -203,7 +203,8 @@ constexpr void (*rotating())(Arguments) {
 template <int N, int CONSUMERS>
 MossStatus launch(const CodecLinearParams& params, int multiprocessors) {
   using Block = Memory<N, CONSUMERS>;
-  if (CONSUMERS == 2 && N != 160 && count_tiles(params, Block::kRows, N) > multiprocessors)
+  const bool in_turns = CONSUMERS == 2 && N != 160 && !(params.cos_sin && N == 192);  // that rotates nothing
+  if (in_turns && count_tiles(params, Block::kRows, N) > multiprocessors)
     return launch_pingpong(params, multiprocessors);
   const TileShape shape = {Block::kRows, N, Block::kBoxRows, kGroupRows, Block::kPart, 128 * (1 + CONSUMERS),
                            Block::kBytes};

@@ -254,8 +254,9 @@ struct Finisher {
         if (key + i * kRows < begin || key + i * kRows >= end) continue;
         int row = first + key + i * kRows;
         while (row >= capacity) row -= capacity;
-        *reinterpret_cast<uint4*>(ring_k + static_cast<int64_t>(row) * kHeadDim) = keys[i];
-        *reinterpret_cast<uint4*>(ring_v + static_cast<int64_t>(row) * kHeadDim) = values[i];
+        // Not by assignment, which the compiler takes apart into words.
+        __stwb(reinterpret_cast<uint4*>(ring_k + static_cast<int64_t>(row) * kHeadDim), keys[i]);
+        __stwb(reinterpret_cast<uint4*>(ring_v + static_cast<int64_t>(row) * kHeadDim), values[i]);
       }
     }
   }

@@ -65,7 +65,7 @@ def test_signals_leave_nothing_behind(demo, tmp_path, number, code, message):
     assert process.stdout.readline() == "generating\n"
     assert len(os.listdir(tmp_path)) == 1  # the part file
     process.send_signal(number)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=90)
     assert (process.returncode, error) == (code, message)
     assert os.listdir(tmp_path) == []
 

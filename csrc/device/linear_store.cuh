@@ -1,4 +1,4 @@
-// How backbone_linear and prefill_linear give away the sums of a tile, laid out as wgmma.cuh says.
+// How linears give away the sums of a tile, laid out as wgmma.cuh says.
 #pragma once
 #include <cuda_bf16.h>
 

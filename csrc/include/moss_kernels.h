@@ -397,13 +397,13 @@ typedef struct CodecLinearParams {
   const float* norm_sums;  /* [2, N] weight @ norm_weight and weight @ norm_bias, aligned to 8 bytes; null: no norm */
   const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
   const float* cos_sin;    /* [M, 32, 2] aligned to 8 bytes, by which q and k of outputs q, k, v in heads of 64 are rotated:
-                              a tile of 128, or one round of 192, no slices, GELU and scale; null: not */
+                              a tile of 128 or 192 outputs, no slices, GELU and scale; null: not */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
   int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
-  int32_t tile_rows;    /* of a tile, with the next two; codec_linear_cluster.cu and codec_linear_tiles.cu list the tiles */
+  int32_t tile_rows;    /* of a tile, with the next two; codec_linear_{cluster,tiles,partial}.cu list the tiles */
   int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 8, K of 64 * slices, `out` and `scale`
                            aligned to 16 bytes; with 96 or more in one slice out bf16, not both GELU and scale */
-  int32_t slices;       /* of the inputs, one for each block of a cluster */
+  int32_t slices;       /* of the inputs, one for each block */
   int32_t partial;      /* 1: out [slices, M, N] fp32 = the sum over each slice; no cluster, no GELU, no scale */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;

@@ -8,7 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import HEAD_DIM, CudaTile, cuda_tile_for, is_wide, partial_tile_for, wide_tile
+from .tiles import HEAD_DIM, WIDE_MOST_ROWS, CudaTile, cuda_tile_for, is_wide, partial_tile_for, wide_tile
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -57,7 +57,7 @@ def takes(
         tile = _tile(x, weight, gelu, scale, out)
         return tile is not None and len(out) == tile.slices
     if cos_sin is not None:
-        sizes = k % 64 == 0 and 2 * cos_sin.shape[1] == HEAD_DIM
+        sizes = m <= WIDE_MOST_ROWS and k % 64 == 0 and 2 * cos_sin.shape[1] == HEAD_DIM
         normed = weight.dtype if norm_weight is not None else x.dtype
         return sizes and normed == weight.dtype == out.dtype == torch.bfloat16
     few = m <= MAX_ROWS and n % 2 == 0 and n > 0 and k % _INPUTS_MULTIPLE == 0 and k > 0

@@ -222,7 +222,7 @@ _WIDE_LEAST_ROWS = {
     (3072, 768): 385,
     (768, 3072): 1537,
 }
-_WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
+WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
 
 
 def is_wide(tile: CudaTile) -> bool:
@@ -249,7 +249,7 @@ def cuda_tile_for(m: int, n: int, k: int) -> CudaTile | None:
     """The tile of a CUDA C++ kernel for m rows of bfloat16 weights [n, k], if one is best."""
     if tile := _measured(_MEASURED_CUDA, m, n, k):
         return tile
-    return wide_tile(m, n, k) if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= _WIDE_MOST_ROWS else None
+    return wide_tile(m, n, k) if _WIDE_LEAST_ROWS.get((n, k), m + 1) <= m <= WIDE_MOST_ROWS else None
 
 
 def _rotates(tile: CudaTile, rounds: int) -> bool:
