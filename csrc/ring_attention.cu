@@ -1,9 +1,9 @@
 // moss_ring_attention: windowed attention of short chunks, and the write of their keys and values into the ring.
 //
-// One block per head and batch row, or one warp. The warps of a head share the keys, 16 at a time;
-// each has the next few of its tiles copied into shared memory, of which a thread reads 16 contiguous bytes of a key
-// (see device/mma.cuh) or of a value. Their partial softmaxes are merged at the end; after that nobody reads the ring
-// any more, and the chunk's own tokens are written.
+// One block per head and batch row, or one warp. The warps of a head share the keys, 16 at a time; each has the next few
+// of its tiles copied into shared memory, of which a thread reads 16 contiguous bytes of a key (see device/mma.cuh) or
+// of a value. Their partial softmaxes are merged at the end; after that nobody reads the ring any more, and the chunk's
+// own tokens are written.
 #include <algorithm>
 #include <type_traits>
 

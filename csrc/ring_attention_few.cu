@@ -109,7 +109,6 @@ struct ColumnSoftmax {
   // Makes weights relative to the highest score so far if one is far above what they are relative to, which few tiles
   // have. All lanes of a warp together.
   __device__ __forceinline__ void raise(const float (&score)[4], float scale) {
-    constexpr float kSlack = 8.0f;  // weights stay below 2^8
     float top[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)

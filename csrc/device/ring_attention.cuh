@@ -20,6 +20,8 @@ constexpr int kHeadDim = 64, kPieces = kHeadDim / 8;  // 16 bytes each
 constexpr int kTileKeys = 16, kTileQueries = 16;
 // Start of a running maximum: finite, so that a tile in which a query sees nothing gives weights of 0, not NaN.
 constexpr float kLowest = -3.0e38f;
+// Weights are made relative to a new highest score where it is so far above the last one: they stay below 2^8.
+constexpr float kSlack = 8.0f;
 
 // Of a token's piece: cosines and sines. They are loaded where the code says so, also ahead of the wait.
 struct Angles {
@@ -221,7 +223,6 @@ struct Softmax {
   // Whether one is far above what weights are relative to.
   template <int N>
   __device__ __forceinline__ bool exceeded(const float (&score)[N][2][4], float scale) const {
-    constexpr float kSlack = 8.0f;  // weights stay below 2^8
     return fmaf(top(score, 0), scale, -highest[0]) > kSlack | fmaf(top(score, 1), scale, -highest[1]) > kSlack;
   }
   // Makes weights relative to the highest score so far. All lanes of a warp together.
