@@ -23,32 +23,6 @@ struct Arguments : BackboneLinearParams {
   int box_rows;  // of x, that come at once
 };
 
-// Weights of the first stages come before the wait for the kernel ahead. They are not read again before all of L2 has
-// gone through: what the kernels hand to each other stays there instead.
-template <int N, int CONSUMERS>
-__device__ __forceinline__ void produce(const Arguments& arguments, Shared<N, CONSUMERS> shared, int column,
-                                        int first_step) {
-  const uint64_t policy = policy_evict_first();
-  const auto load_weights = [&](int step, int stage) {
-    barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, (first_step + step) * kStep, column, shared.full(stage),
-                policy);
-  };
-  const auto load_rows = [&](int step, int stage) {
-    tensor_load(shared.rows(stage), arguments.x_map, (first_step + step) * kStep, 0, shared.full(stage));
-  };
-  Ring<shared.kStages> ring;
-  const int early = min(arguments.steps, shared.kStages);
-  for (int i = 0; i < early; ++i) load_weights(i, i);
-  cudaGridDependencySynchronize();
-  for (int i = 0; i < early; ++i, ring.advance()) load_rows(i, i);
-  for (int i = early; i < arguments.steps; ++i, ring.advance()) {
-    barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-    load_weights(i, ring.stage);
-    load_rows(i, ring.stage);
-  }
-}
-
 template <int N, LinearMode MODE, int CONSUMERS>
 __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared, int column,
                                         int slice) {
@@ -86,7 +60,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32)
   if (threadIdx.x < kProducer)
     consume<N, MODE>(arguments, shared, column, slice);
   else if (threadIdx.x == kProducer)
-    produce(arguments, shared, column, slice * arguments.steps);
+    produce_tile(arguments, shared, 0, column, slice * arguments.steps);
 }
 
 template <int N, LinearMode MODE, int CONSUMERS>

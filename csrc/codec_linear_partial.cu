@@ -3,7 +3,6 @@
 #include <cuda.h>
 
 #include "codec_linear.h"
-#include "device/bulk_copy.cuh"
 #include "device/linear_store.cuh"
 #include "device/tile_product.cuh"
 #include "launch.h"
@@ -25,30 +24,6 @@ template <int COLUMNS, int GROUPS>
 using Memory = Shared<COLUMNS, GROUPS, 0, GROUPS == 1 ? 106 << 10 : 198 << 10>;
 
 template <int COLUMNS, int GROUPS>
-__device__ __forceinline__ void produce(const Arguments& arguments, Memory<COLUMNS, GROUPS> shared, int first_row,
-                                        int first_column, int first_input) {
-  const uint64_t policy = policy_evict_first();
-  const auto load_weights = [&](int step, int stage) {
-    barrier_expect(shared.full(stage), (arguments.box_rows + COLUMNS) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, first_input + step * kStep, first_column,
-                shared.full(stage), policy);
-  };
-  const auto load_rows = [&](int step, int stage) {
-    tensor_load(shared.rows(stage), arguments.x_map, first_input + step * kStep, first_row, shared.full(stage));
-  };
-  Ring<shared.kStages> ring;
-  const int early = min(arguments.steps, shared.kStages);
-  for (int i = 0; i < early; ++i) load_weights(i, i);
-  cudaGridDependencySynchronize();
-  for (int i = 0; i < early; ++i, ring.advance()) load_rows(i, i);
-  for (int i = early; i < arguments.steps; ++i, ring.advance()) {
-    barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-    load_weights(i, ring.stage);
-    load_rows(i, ring.stage);
-  }
-}
-
-template <int COLUMNS, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
     codec_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
@@ -67,8 +42,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
   const int first_column = max(min(static_cast<int>(blockIdx.y) * COLUMNS, arguments.outputs - COLUMNS), 0);
   const int first_row = max(min(static_cast<int>(blockIdx.z) * shared.kRows, arguments.rows - shared.kRows), 0);
   if (threadIdx.x >= kProducer) {
-    if (threadIdx.x == kProducer)
-      produce<COLUMNS, GROUPS>(arguments, shared, first_row, first_column, slice * arguments.steps * kStep);
+    if (threadIdx.x == kProducer) produce_tile(arguments, shared, first_row, first_column, slice * arguments.steps);
     return;
   }
   const int group = threadIdx.x / 128;

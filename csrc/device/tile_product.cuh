@@ -81,4 +81,31 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMER
   if (threadIdx.x % 32 == 0) barrier_arrive(previous);
 }
 
+// One thread: all loads of a block that has one tile, from step `first_step` of the inputs on, `arguments.steps` steps of
+// `arguments.box_rows` rows. Weights of the first stages come before the wait for the kernel ahead. They are not read
+// again before all of L2 has gone through: what the kernels hand to each other stays there instead.
+template <int N, int CONSUMERS, int EXTRA, int BYTES, typename Arguments>
+__device__ __forceinline__ void produce_tile(const Arguments& arguments, Shared<N, CONSUMERS, EXTRA, BYTES> shared,
+                                             int row, int column, int first_step) {
+  const uint64_t policy = policy_evict_first();
+  const auto load_weights = [&](int step, int stage) {
+    barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
+    tensor_load(shared.weights(stage), arguments.weight_map, (first_step + step) * kStep, column, shared.full(stage),
+                policy);
+  };
+  const auto load_rows = [&](int step, int stage) {
+    tensor_load(shared.rows(stage), arguments.x_map, (first_step + step) * kStep, row, shared.full(stage));
+  };
+  Ring<shared.kStages> ring;
+  const int early = min(arguments.steps, shared.kStages);
+  for (int i = 0; i < early; ++i) load_weights(i, i);
+  cudaGridDependencySynchronize();
+  for (int i = 0; i < early; ++i, ring.advance()) load_rows(i, i);
+  for (int i = early; i < arguments.steps; ++i, ring.advance()) {
+    barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+    load_weights(i, ring.stage);
+    load_rows(i, ring.stage);
+  }
+}
+
 }  // namespace moss

@@ -5,7 +5,7 @@ import torch
 from moss_kernels import _checks, _library
 
 from . import cuda_kernel
-from .reference import add_partials_reference, codec_linear_reference, layer_norm_sums, partial_sums_reference
+from .reference import codec_linear_op_reference, codec_linear_reference, layer_norm_sums
 from .tiles import partial_elements, partial_tile_for
 
 __all__ = [
@@ -101,7 +101,7 @@ def _check(
 
 def _run_cpu(*arguments: object) -> None:
     _check(*arguments)
-    _reference(*arguments)
+    codec_linear_op_reference(*arguments)
 
 
 def _run_cuda(*arguments: object) -> None:
@@ -118,29 +118,7 @@ def _run_cuda(*arguments: object) -> None:
 
         codec_linear_triton(*arguments[:_COS_SIN])
     else:
-        _reference(*arguments)
-
-
-def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    partials_scale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-) -> None:
-    if out.dim() == 3:
-        return partial_sums_reference(x, weight, out)
-    if partials is not None:
-        add_partials_reference(x, partials, partials_scale)
-    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
-    out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
+        codec_linear_op_reference(*arguments)
 
 
 _library.OPS.define(

@@ -58,6 +58,29 @@ def add_partials_reference(x: torch.Tensor, partials: torch.Tensor, scale: torch
     x.copy_(x.to(partials.dtype) + scale.to(partials.dtype) * partials.sum(0))
 
 
+def codec_linear_op_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm_sums: torch.Tensor | None,
+    gelu: bool,
+    scale: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+    out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    partials_scale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+) -> None:
+    """The op, argument by argument as `codec_linear` documents them; only what it has to write is written."""
+    if out.dim() == 3:
+        return partial_sums_reference(x, weight, out)
+    if partials is not None:
+        add_partials_reference(x, partials, partials_scale)
+    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
+    out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
+
+
 def layer_norm_sums(weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:
     """What a product with a LayerNorm before it needs to apply the mean and the bias after it.
 

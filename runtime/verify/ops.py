@@ -12,11 +12,7 @@ from moss_kernels import _library
 from moss_kernels.backbone_linear.reference import backbone_linear_reference
 from moss_kernels.chunk_epilogue.reference import chunk_epilogue_reference
 from moss_kernels.chunk_prologue.reference import chunk_prologue_reference
-from moss_kernels.codec_linear.reference import (
-    add_partials_reference,
-    codec_linear_reference,
-    partial_sums_reference,
-)
+from moss_kernels.codec_linear.reference import codec_linear_op_reference
 from moss_kernels.embed_codes.reference import embed_codes_reference
 from moss_kernels.frame_bookkeeping.reference import (
     frame_bookkeeping_begin_reference,
@@ -49,28 +45,6 @@ def _returned(reference: Callable[..., object], *arguments: object) -> None:
     out.copy_(reference(*inputs))
 
 
-def _codec_linear(
-    x,
-    weight,
-    norm_weight,
-    norm_bias,
-    norm_sums,
-    gelu,
-    scale,
-    scratch,
-    out,
-    partials=None,
-    partials_scale=None,
-    cos_sin=None,
-) -> None:
-    if out.dim() == 3:
-        return partial_sums_reference(x, weight, out)
-    if partials is not None:
-        add_partials_reference(x, partials, partials_scale)
-    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
-    out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
-
-
 def _lookup(*arguments: object) -> None:
     *inputs, out, residual = arguments
     for output, value in zip((out, residual), local_rope_attention_lookup_reference(*inputs), strict=True):
@@ -90,7 +64,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "backbone_linear": backbone_linear_reference,
     "chunk_epilogue": chunk_epilogue_reference,
     "chunk_prologue": chunk_prologue_reference,
-    "codec_linear": _codec_linear,
+    "codec_linear": codec_linear_op_reference,
     "embed_codes": partial(_returned, embed_codes_reference),
     "frame_bookkeeping_begin": frame_bookkeeping_begin_reference,
     "frame_bookkeeping_end": frame_bookkeeping_end_reference,
