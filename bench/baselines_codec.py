@@ -7,8 +7,6 @@ from moss_kernels.codec_linear.reference import NORM_EPS
 from moss_kernels.ring_attention import ring_attention
 from moss_kernels.ring_kv_write import ring_kv_write
 from moss_runtime.graphs import CodecChunk
-from moss_runtime.graphs.codec_weights import StageWeights
-from moss_runtime.state.codec_slots import StageRings
 
 
 class TorchOpsChunk(CodecChunk):
@@ -18,23 +16,15 @@ class TorchOpsChunk(CodecChunk):
     rotated, and torch operators would take longer for that than is won.
     """
 
-    def _stage(
-        self,
-        stage: StageWeights,
-        rings: StageRings,
-        features: torch.Tensor,
-        cos_sin: torch.Tensor,
-        valid: torch.Tensor,
-        *,
-        last: bool,
-    ) -> torch.Tensor:
+    def _stage(self, index: int, x: torch.Tensor, cos_sin: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        stage, rings = self.stages[index], self.slots.stages[index]
         config = stage.config
         batch, tokens = cos_sin.shape[:2]
         slots = self.buffers.slots[:batch]
-        x = F.linear(features.view(batch, tokens, config.input_size), stage.input_proj)
-        for index, layer in enumerate(stage.layers):
+        x = x.view(batch, tokens, config.d_model)
+        for number, layer in enumerate(stage.layers):
             qkv = _normed_linear(x, layer.in_proj)
-            step = (qkv, cos_sin, rings.keys[index], rings.values[index], slots, valid, rings.offset)
+            step = (qkv, cos_sin, rings.keys[number], rings.values[number], slots, valid, rings.offset)
             attended = torch.empty_like(x)
             ring_attention(*step, config.context, False, attended)
             ring_kv_write(*step)
@@ -42,7 +32,7 @@ class TorchOpsChunk(CodecChunk):
             hidden = F.gelu(_normed_linear(x, layer.linear1))
             x = x + layer.linear2["scale"] * F.linear(hidden, layer.linear2["weight"])
         out = F.linear(x, stage.output_proj)
-        return out.float() if last else out
+        return out.float() if stage is self.stages[-1] else out
 
 
 def _normed_linear(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -55,15 +56,11 @@ def print_profile(step: CodecChunk, batch: int, frames: int) -> None:
     """Time of each stage as a graph of its own, then of each kernel in replays of the whole step."""
     print(f"B{batch}/T{frames}: {1e3 * replay_seconds(lambda: step.compute(batch, frames)):.3f} ms")
     rotations = step._rotations(batch, frames)
-    buffers = step.buffers
-    for index, (stage, rings) in enumerate(zip(step.stages, step.slots.stages, strict=True)):
+    for index, stage in enumerate(step.stages):
         tokens = rotations[index].shape[1]
-        features = buffers.wide[: batch * tokens * stage.config.input_size]
-        valid = buffers.stage_valid[index, :batch]
-
-        def run(stage=stage, rings=rings, features=features, index=index, valid=valid) -> None:
-            step._stage(stage, rings, features, rotations[index], valid, last=False)
-
+        x = step.buffers.stream(index, batch * tokens, stage.config.d_model)
+        valid = step.buffers.stage_valid[index, :batch]
+        run = partial(step._stage, index, x, rotations[index], valid)
         time = 1e3 * replay_seconds(run)
         print(f"  stage {index + 1} ({stage.config.layers} layers, {batch * tokens} rows): {time:.3f} ms")
     graph = torch.cuda.CUDAGraph()

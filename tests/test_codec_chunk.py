@@ -60,7 +60,7 @@ def poison(chunk):
     """What no valid token wrote must not matter: stale rings, and whatever the buffers hold."""
     for rings in chunk.slots.stages:
         rings.keys[:, :-1], rings.values[:, :-1] = float("nan"), float("nan")
-    for name in ("stream", "wide", "scratch", "audio"):
+    for name in ("streams", "wide", "audio"):
         getattr(chunk.buffers, name).fill_(float("nan"))
 
 
@@ -171,21 +171,23 @@ def test_float32_residual_stream_around_bf16(golden):
     assert snr(torch.float32) > snr(None) > 20
 
 
-def test_code_table_is_the_quantizer(stereo, golden):
+def test_code_table_is_the_quantizer_and_the_first_input_projection(stereo, golden):
     codes = golden("codec").expected["codes"].permute(1, 2, 0)
-    table = code_table(stereo.quantizer)
-    features = sum(table[q][codes[..., q]] for q in range(12))
-    torch.testing.assert_close(features, stereo.quantizer.decode(codes))
+    table = code_table(stereo.quantizer, stereo.decoder[0].input_proj)
+    stream = sum(table[q][codes[..., q]] for q in range(12))
+    torch.testing.assert_close(stream, stereo.decoder[0].input_proj(stereo.quantizer.decode(codes)))
 
 
-def test_rows_of_output_projections_make_the_patch_step_a_view(stereo):
-    x = torch.randn(2, 3, 48)
-    for stage, start in zip(decoder_weights(stereo), (0, 2, 4), strict=True):
+def test_output_projections_make_the_next_residual_stream(stereo):
+    stages, starts = decoder_weights(stereo), (0, 2, 4)
+    assert [stage.tokens_per_frame for stage in stages] == [1, 2, 4]
+    for stage, start in zip(stages, starts, strict=True):
         x = torch.randn(2, 3, stage.config.d_model)
         expected = stereo.decoder[start + 1](stereo.decoder[start].output_proj(x))
+        if start != starts[-1]:
+            expected = stereo.decoder[start + 2].input_proj(expected)
         actual = (x @ stage.output_proj.T).reshape(expected.shape)
         torch.testing.assert_close(actual, expected)
-    assert [stage.tokens_per_frame for stage in decoder_weights(stereo)] == [1, 2, 4]
 
 
 def test_what_ran_eagerly_is_counted(stereo, golden):
@@ -199,7 +201,7 @@ def test_what_ran_eagerly_is_counted(stereo, golden):
 def test_buffers_are_sized_before_the_first_step(stereo):
     small, large = (CodecChunk(stereo, 1, max_batch=rows, frames=(1, 3)).buffers for rows in (2, 4))
     assert small.size_in_bytes * 2 == large.size_in_bytes
-    assert small.size_in_bytes >= sum(tensor.nbytes for tensor in (small.stream, small.wide, small.audio))
+    assert small.size_in_bytes >= sum(tensor.nbytes for tensor in (small.streams, small.wide, small.audio))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moss_kernels.codec_linear import codec_linear
 from moss_kernels.ring_attention import ring_attention, rope_tables, wants_rotated
 from moss_runtime.errors import AudioError
 from moss_runtime.graphs.capture import GraphSet, bucket_for
@@ -143,7 +144,13 @@ class ClipEncoder:
             step = (qkv, own_cos_sin, ring, ring, self._slots, valid, self._offset)
             ring_attention(*step, config.context, False, attended, settled=True)
 
-        return self.buffers.run(stage, features, rows, tokens, attend, cos_sin=in_proj_cos_sin, last=last)
+        buffers = self.buffers
+        x = buffers.stream(0, rows * tokens, config.d_model)
+        codec_linear(features.view(len(x), config.input_size), stage.input_proj, x)
+        buffers.run(stage, x, buffers.scratch(0), rows, tokens, attend, cos_sin=in_proj_cos_sin)
+        out = front(buffers.wide.view(torch.float32) if last else buffers.wide, len(x), config.output_size)
+        codec_linear(x, stage.output_proj, out)
+        return out
 
     def _pass(self, clips: Sequence[Tensor], length: int) -> list[Tensor]:
         """Codes of clips of one bucket, or of a clip without one."""

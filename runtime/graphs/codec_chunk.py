@@ -9,13 +9,14 @@ import torch
 
 from moss_kernels.chunk_epilogue import chunk_epilogue
 from moss_kernels.chunk_prologue import chunk_prologue
+from moss_kernels.codec_linear import codec_linear
 from moss_kernels.ring_attention import ring_attention, rope_frequencies, wants_rotated
 from moss_runtime.graphs.capture import no_collection
 from moss_runtime.graphs.codec_layers import StageBuffers, front
 from moss_runtime.graphs.codec_weights import StageWeights, code_table, decoder_weights
 from moss_runtime.model.codec.codec import Codec
 from moss_runtime.model.codec.stream import check_step
-from moss_runtime.state.codec_slots import CodecSlots, StageRings
+from moss_runtime.state.codec_slots import CodecSlots
 from moss_runtime.state.pinned import pinned
 
 FRAMES = (1, 2, 3, 4, 6, 8, 10, 12, 15)
@@ -109,7 +110,7 @@ class CodecChunk:
         if isinstance(slots, int):
             slots = CodecSlots(configs, slots, dtype=codec.dtype, device=codec.device)
         self.slots = slots
-        self.table = code_table(codec.quantizer)
+        self.table = code_table(codec.quantizer, codec.decoder[0].input_proj)
         self.buffers = ChunkBuffers(codec, self.stages, max_batch, self.frames[-1], residual_dtype or codec.dtype)
         self.replays = 0
         self.fallbacks: Counter[str] = Counter()
@@ -261,28 +262,17 @@ class CodecChunk:
         """The work of a step: static inputs to static audio; this is what a graph holds."""
         buffers, config = self.buffers, self.codec.config
         slots, valid, stage_valid = buffers.slots[:batch], buffers.valid[:batch], buffers.stage_valid[:, :batch]
-        features = front(buffers.wide, batch, frames, self.table.shape[2])
+        x = buffers.stream(0, batch, frames, self.table.shape[2])
         inputs = (self._codes(batch, frames), self.table, slots, valid, self.slots.offsets)
-        chunk_prologue(*inputs, self._rates, self._frequencies, features, stage_valid, self._cos_sin(batch, frames))
-        rotations = self._rotations(batch, frames)
-        for index, (stage, rings) in enumerate(zip(self.stages, self.slots.stages, strict=True)):
-            last = index == len(self.stages) - 1
-            features = self._stage(stage, rings, features, rotations[index], stage_valid[index], last=last)
-        samples = features.view(batch, frames, config.samples_per_frame, config.channels)
+        chunk_prologue(*inputs, self._rates, self._frequencies, x, stage_valid, self._cos_sin(batch, frames))
+        for index, cos_sin in enumerate(self._rotations(batch, frames)):
+            x = self._stage(index, x, cos_sin, stage_valid[index])
+        samples = x.view(batch, frames, config.samples_per_frame, config.channels)
         chunk_epilogue(samples, slots, valid, stage_valid, self.slots.offsets, self._audio(batch, frames))
 
-    def _stage(
-        self,
-        stage: StageWeights,
-        rings: StageRings,
-        features: torch.Tensor,
-        cos_sin: torch.Tensor,
-        valid: torch.Tensor,
-        *,
-        last: bool,
-    ) -> torch.Tensor:
-        """One transformer stage: features of any shape with `input_size` values per token -> [M, output_size]."""
-        buffers = self.buffers
+    def _stage(self, index: int, x: torch.Tensor, cos_sin: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """One transformer stage: its residual stream -> [M, output_size], that of the next one, or float32 samples."""
+        stage, rings, buffers = self.stages[index], self.slots.stages[index], self.buffers
         batch, tokens = cos_sin.shape[:2]
         slots = buffers.slots[:batch]
         rotated = wants_rotated(batch, tokens, rings.keys[0], stage.config.context)
@@ -292,4 +282,10 @@ class CodecChunk:
             step = (qkv, own_cos_sin, rings.keys[layer], rings.values[layer], slots, valid, rings.offset)
             ring_attention(*step, stage.config.context, False, attended, write=True, settled=True)
 
-        return buffers.run(stage, features, batch, tokens, attend, cos_sin=in_proj_cos_sin, last=last)
+        x = x.view(batch * tokens, stage.config.d_model)
+        buffers.run(stage, x, buffers.scratch(index), batch, tokens, attend, cos_sin=in_proj_cos_sin)
+        shape = (len(x), stage.output_proj.shape[0])
+        last = index == len(self.stages) - 1
+        out = front(buffers.wide.view(torch.float32), *shape) if last else buffers.stream(index + 1, *shape)
+        codec_linear(x, stage.output_proj, out)
+        return out

@@ -18,9 +18,10 @@ class StageBuffers:
     """Static memory that all stages share; views of the front of each buffer serve fewer tokens.
 
     Attributes:
-        stream: the residual stream of a stage.
-        wide: input and output of a stage; inside a layer q, k, v and the attention output, then the inner activations.
-        scratch: what `codec_linear` asks for.
+        streams: two of them. The residual stream of a stage is in one; the other is scratch for `codec_linear`, and in
+            the end the residual stream of the next stage, if this one makes it.
+        wide: input and output of other stages; inside a layer q, k, v and the attention output, then the inner
+            activations.
         partials: float32. Sums that a linear leaves to the next norm.
     """
 
@@ -41,41 +42,44 @@ class StageBuffers:
         # The last stage's output is float32, twice the elements of a 16-bit buffer.
         wide = most(lambda c: max(c.input_size, 4 * c.d_model, c.feedforward_size, 2 * c.output_size))
         widths = most(lambda c: c.d_model)
-        self.stream = torch.zeros(widths, dtype=residual_dtype, device=device)
+        self.streams = torch.zeros(2, widths, dtype=residual_dtype, device=device)
         self.wide = torch.zeros(wide, dtype=dtype, device=device)
-        self.scratch = torch.zeros(widths, dtype=dtype, device=device)
         sizes = [(frames * stage.tokens_per_frame, stage.config) for stage in stages]
         partials = max(partial_elements(m, c.d_model, k) for m, c in sizes for k in (c.d_model, c.feedforward_size))
         self.partials = torch.zeros(partials, device=device)
 
+    def stream(self, index: int, *shape: int) -> Tensor:
+        """The residual stream of stage `index`, of any shape."""
+        return front(self.streams[index % 2], *shape)
+
+    def scratch(self, index: int) -> Tensor:
+        """What `codec_linear` asks for in stage `index`."""
+        return self.streams[(index + 1) % 2].view(self.wide.dtype)
+
     def run(
         self,
         stage: StageWeights,
-        features: Tensor,
+        x: Tensor,
+        scratch: Tensor,
         batch: int,
         tokens: int,
         attend: Callable[[int, Tensor, Tensor], None],
         *,
         cos_sin: Tensor | None,
-        last: bool,
-    ) -> Tensor:
-        """One transformer stage.
+    ) -> None:
+        """The layers of a transformer stage, on its residual stream.
 
         Args:
             stage: weights.
-            features: of any shape, with `input_size` values per token; may lie in `wide`.
+            x: [B * T, d_model]. The stream.
+            scratch: that of the stage.
             batch, tokens: rows, and tokens of each.
             attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
                 [B, T, H*D].
             cos_sin: [B, T, D/2, 2] float32. By which q and k are rotated before; None: `attend` does it.
-            last: whether the output is float32.
-
-        Returns:
-            [B * T, output_size], in `wide`.
         """
         config, m = stage.config, batch * tokens
-        d, scratch = config.d_model, self.scratch
-        x = front(self.stream, m, d)
+        d = config.d_model
         qkv = front(self.wide, batch, tokens, 3 * d)
         attended = front(self.wide[qkv.numel() :], batch, tokens, d)
         hidden = front(self.wide, m, config.feedforward_size)
@@ -91,14 +95,10 @@ class StageBuffers:
             codec_linear(inputs, linear["weight"], sums)
             return {"partials": sums, "partials_scale": linear["scale"]}
 
-        codec_linear(features.view(m, config.input_size), stage.input_proj, x)
         pending: dict[str, Tensor] = {}
-        for index, layer in enumerate(stage.layers):
+        for number, layer in enumerate(stage.layers):
             codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, cos_sin=cos_sin, **layer.in_proj, **pending)
-            attend(index, qkv, attended)
+            attend(number, qkv, attended)
             pending = add(attended.view(m, d), layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1, **pending)
-            pending = add(hidden, layer.linear2, whole=index == len(stage.layers) - 1)
-        out = front(self.wide.view(torch.float32) if last else self.wide, m, config.output_size)
-        codec_linear(x, stage.output_proj, out)
-        return out
+            pending = add(hidden, layer.linear2, whole=number == len(stage.layers) - 1)

@@ -29,15 +29,16 @@ class StageWeights:
 
     Attributes:
         tokens_per_frame: rate of the stage.
-        input_proj: [d_model, input_size]. In the encoder, columns in the order of [B, T * p, d] read as [B, T, p * d].
-        output_proj: [output_size, d_model]. In the decoder, rows in the order in which the patch step lays features
-            out: [B, T, d * p] read as [B, T * p, d].
+        input_proj: [d_model, input_size], columns in the order of [B, T * p, d] read as [B, T, p * d]. None in the
+            decoder, where the code table or the stage before leaves the residual stream as this one begins it.
+        output_proj: [output_size, d_model]. In the decoder with the next stage's input projection in it, rows in the
+            order in which the patch step lays tokens out: [p * d_model of the next stage, d_model].
         layers: in order.
     """
 
     config: TransformerConfig
     tokens_per_frame: int
-    input_proj: torch.Tensor
+    input_proj: torch.Tensor | None
     output_proj: torch.Tensor
     layers: list[LayerWeights]
 
@@ -58,8 +59,10 @@ def decoder_weights(codec: Codec) -> list[StageWeights]:
         order = _patched(
             torch.arange(stage.config.output_size, device=codec.device)[None, None], modules[start + 1 : end]
         )
-        output_proj = stage.output_proj.weight.detach()[order.flatten()].contiguous()
-        stages.append(StageWeights(stage.config, rate, stage.input_proj.weight.detach(), output_proj, _layers(stage)))
+        output_proj = stage.output_proj.weight.detach()[order.flatten()]
+        if end < len(modules):
+            output_proj = _product(modules[end].input_proj, output_proj.unflatten(0, order.shape[1:])).flatten(0, 1)
+        stages.append(StageWeights(stage.config, rate, None, output_proj.contiguous(), _layers(stage)))
         rate *= order.shape[1]
     return stages
 
@@ -85,6 +88,11 @@ def encoder_weights(codec: Codec) -> list[StageWeights]:
         stages.append(StageWeights(stage.config, rate, input_proj, stage.output_proj.weight.detach(), _layers(stage)))
         start, values = end + 1, stage.config.output_size
     return stages
+
+
+def _product(input_proj: nn.Linear, before: torch.Tensor) -> torch.Tensor:
+    """What comes before the input projection, [.., input_size, K], with it, in one: [.., d_model, K]."""
+    return (input_proj.weight.detach().double() @ before.double()).to(before.dtype)
 
 
 def _patched(x: torch.Tensor, patches: Sequence[nn.Module]) -> torch.Tensor:
@@ -114,14 +122,14 @@ def _normed(norm: nn.LayerNorm, linear: nn.Linear) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def code_table(quantizer: Quantizer) -> torch.Tensor:
-    """[codebooks, codebook_size, output_size] float32. What each code adds to the decoder's input.
+def code_table(quantizer: Quantizer, input_proj: nn.Linear) -> torch.Tensor:
+    """[codebooks, codebook_size, d_model] float32. What each code adds to the first stage's residual stream.
 
-    All of `Quantizer.decode` is linear in the codebook rows, its last projection included; that one's bias is in the
-    rows of the first codebook.
+    All of `Quantizer.decode` is linear in the codebook rows, its last projection included, and so is the stage's input
+    projection; the bias is in the rows of the first codebook.
     """
     codebooks = [codebook.out_proj(codebook.codebook.weight) for codebook in quantizer.quantizers]
     bias = quantizer.output_proj(torch.zeros_like(codebooks[0][:1]))
     table = torch.stack([quantizer.output_proj(rows) - bias for rows in codebooks])
     table[0] += bias
-    return table
+    return _product(input_proj, table.mT).mT.contiguous()
