@@ -28,6 +28,7 @@ constexpr char kOp[] = "codec_linear";
 constexpr int kStep = kClusterStep, kLine = 2 * kStep;  // inputs of a line of shared memory, and its bytes
 constexpr int kGroupRows = 64, kGroupThreads = 128;     // of a warpgroup
 constexpr int kAlignment = 1024;                        // of swizzled lines
+constexpr int kFewRows = 512;                           // up to which weights are let go first
 
 struct Arguments : CodecLinearParams {
   CUtensorMap x_map, weight_map;
@@ -96,14 +97,17 @@ struct Item {
   bool wanted;
 };
 
-// One thread: all loads of a block. What a stage held is free when all consumers' warps have arrived at `empty`.
+// One thread: all loads of a block. What a stage held is free when all consumers' warps have arrived at `empty`. Weights
+// that few tiles share are not read again before all of L2 has gone through: what the kernels hand to each other stays
+// there instead.
 template <typename S>
 __device__ __forceinline__ void produce(const Arguments& params, uint32_t stages, uint32_t full, uint32_t empty,
                                         int first_input, int steps, int first_row, int first_column) {
+  const uint64_t policy = params.rows <= kFewRows ? policy_evict_first() : policy_evict_normal();
   const auto load_weights = [&](int step, int stage) {
     barrier_expect(full + 8 * stage, S::kStage);
     tensor_load(stages + stage * S::kStage + S::kRowBytes, params.weight_map, first_input + step * kStep, first_column,
-                full + 8 * stage);
+                full + 8 * stage, policy);
   };
   const auto load_rows = [&](int step, int stage) {
     tensor_load(stages + stage * S::kStage, params.x_map, first_input + step * kStep, first_row, full + 8 * stage);

@@ -174,6 +174,16 @@ _MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
         (577, 768, CudaTile(192, 80, 2)),
         (769, 1024, CudaTile(128, 160, 2)),
     ),
+    # From a stage to the next one, and to samples.
+    (1536, 1280): ((33, 128, _SMALL_24_TWICE), (129, 256, _SMALL_40_TWICE)),
+    (1536, 768): (
+        (17, 32, _SMALL_32),
+        (33, 64, _SMALL_24),
+        (65, 128, _SMALL_40_TWICE),
+        (129, 256, _SMALL_32),
+        (257, 448, _SMALL_48),
+    ),
+    (240, 768): ((33, 512, _SMALL_24_TWICE), (513, 3072, CudaTile(192, 48, 2))),
 }
 
 # The same for slices of the inputs whose sums the next norm adds up, where that is faster with it than adding them to
@@ -221,6 +231,8 @@ _WIDE_LEAST_ROWS = {
     (768, 768): 1537,
     (3072, 768): 385,
     (768, 3072): 1537,
+    (1536, 1280): 257,
+    (1536, 768): 449,
 }
 WIDE_MOST_ROWS = 1 << 20  # kClusterMaxRows of csrc/codec_linear.h
 
