@@ -1,5 +1,6 @@
-// moss_codec_linear where the next norm adds up: each block leaves the sums over its slice of the inputs in memory, so
-// that none waits for another. The weights are on their way before the kernel waits for the one ahead of it.
+// moss_codec_linear where the next norm adds up, or the attention: each block leaves the sums over its slice of the
+// inputs in memory, so that none waits for another. The weights are on their way before the kernel waits for the one
+// ahead of it.
 #include <cuda.h>
 
 #include "codec_linear.h"
@@ -20,14 +21,19 @@ struct Arguments : CodecLinearParams {
 };
 
 // Of small tiles two blocks fit on a multiprocessor; a large one leaves room for those of the norm.
-template <int COLUMNS, int GROUPS>
-using Memory = Shared<COLUMNS, GROUPS, 0, GROUPS == 1 ? 106 << 10 : 198 << 10>;
+constexpr int most_bytes(int groups) { return (groups == 1 ? 106 : 198) << 10; }
 
-template <int COLUMNS, int GROUPS>
+// Of `stages` stages.
+constexpr int bytes_of(int columns, int groups, int stages) {
+  return kBarrierBytes + kAlignment + stages * (groups * kGroupRows + columns) * kStep * 2;
+}
+
+// BYTES: of shared memory, at most.
+template <int COLUMNS, int GROUPS, int BYTES>
 __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
     codec_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Memory<COLUMNS, GROUPS> shared{aligned_address(memory)};
+  const Shared<COLUMNS, GROUPS, 0, BYTES> shared{aligned_address(memory)};
   constexpr int kProducer = 128 * GROUPS;
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == kProducer) {
@@ -56,9 +62,9 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
   store_slice<COLUMNS, true>(sum, place, static_cast<float*>(arguments.out) + slice * place.rows * place.outputs);
 }
 
-template <int COLUMNS, int GROUPS>
+template <int COLUMNS, int GROUPS, int BYTES>
 MossStatus launch(const CodecLinearParams& params) {
-  using Own = Memory<COLUMNS, GROUPS>;
+  using Own = Shared<COLUMNS, GROUPS, 0, BYTES>;
   Arguments arguments = {};
   static_cast<CodecLinearParams&>(arguments) = params;
   arguments.steps = params.inputs / params.slices / kStep;
@@ -67,7 +73,7 @@ MossStatus launch(const CodecLinearParams& params) {
   MossStatus status = make_map(kOp, &arguments.x_map, params.x, params.rows, params.inputs, arguments.box_rows);
   if (status == MOSS_OK)
     status = make_map(kOp, &arguments.weight_map, params.weight, params.outputs, params.inputs, COLUMNS);
-  const auto kernel = codec_linear_partial_kernel<COLUMNS, GROUPS>;
+  const auto kernel = codec_linear_partial_kernel<COLUMNS, GROUPS, BYTES>;
   if (status == MOSS_OK)
     status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Own::kBytes), kOp,
                         "cudaFuncSetAttribute");
@@ -76,23 +82,30 @@ MossStatus launch(const CodecLinearParams& params) {
   return launch_kernel(kOp, kernel, arguments, grid, dim3(128 * GROUPS + 32), Own::kBytes);
 }
 
-// What there is a kernel for, in any number of slices.
+// What there is a kernel for: slices of up to `most_steps`, else any.
 struct Variant {
-  int rows, columns;
+  int rows, columns, most_steps;
   MossStatus (*launch)(const CodecLinearParams&);
 };
 
 template <int COLUMNS, int GROUPS>
-constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, launch<COLUMNS, GROUPS>};
+constexpr Variant kVariant = {GROUPS * kGroupRows, COLUMNS, INT32_MAX, launch<COLUMNS, GROUPS, most_bytes(GROUPS)>};
 
-constexpr Variant kVariants[] = {kVariant<32, 1>, kVariant<40, 1>, kVariant<48, 1>, kVariant<64, 1>,
-                                 kVariant<48, 2>, kVariant<64, 2>, kVariant<96, 2>, kVariant<48, 3>};
+// With no more stages than steps: the attention behind it begins where there is room for it.
+template <int COLUMNS, int GROUPS, int STEPS>
+constexpr Variant kShort = {GROUPS * kGroupRows, COLUMNS, STEPS,
+                            launch<COLUMNS, GROUPS, bytes_of(COLUMNS, GROUPS, STEPS)>};
+
+constexpr Variant kVariants[] = {kShort<64, 1, 5>, kVariant<32, 1>, kVariant<40, 1>, kVariant<48, 1>, kVariant<64, 1>,
+                                 kVariant<48, 2>,  kVariant<64, 2>, kVariant<96, 2>, kVariant<48, 3>};
 
 }  // namespace
 
 MossStatus launch_partial(const CodecLinearParams& params) {
+  const int steps = params.inputs / params.slices / kStep;
   for (const Variant& variant : kVariants)
-    if (variant.rows == params.tile_rows && variant.columns == params.tile_columns) return variant.launch(params);
+    if (variant.rows == params.tile_rows && variant.columns == params.tile_columns && steps <= variant.most_steps)
+      return variant.launch(params);
   return set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: there is no kernel for partial sums in tiles of %d x %d", kOp,
                    params.tile_rows, params.tile_columns);
 }

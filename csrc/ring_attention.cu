@@ -299,6 +299,9 @@ MossStatus check(const RingAttentionParams& params) {
   for (const auto& entry : pointers)
     if (status == MOSS_OK) status = check_pointer(kOp, entry.name, entry.pointer, entry.bytes);
   if (status == MOSS_OK) status = check_pointer(kOp, "cos_sin", params.cos_sin, 16, true);
+  if (status == MOSS_OK && params.qkv_slices != 0 && !(params.cos_sin && takes_slices(params)))
+    status = set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `qkv_slices` must be 0 for %d tokens of %d rows, got %d", kOp,
+                       params.tokens, params.batch, params.qkv_slices);
   if (status == MOSS_OK && params.cos_sin && params.tokens > kShortTokens && !takes_clusters(params))
     status = set_error(MOSS_ERROR_INVALID_ARGUMENT, "`%s`: `cos_sin` must be null for %d tokens of %d rows", kOp,
                        params.tokens, params.batch);

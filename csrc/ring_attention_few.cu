@@ -4,7 +4,8 @@
 // One block of two warps per head and batch row. Keys are the rows of the products with queries and dimensions those of
 // the products with values, tokens the eight columns of both: half of the products, exponentials and registers for
 // results that sixteen rows of queries take. The warps share the tiles of 16 keys. A tile ends with the chunk's last
-// token or some tiles ahead of it, so that the chunk's own keys lie in one tile with the youngest of the ring.
+// token or some tiles ahead of it, so that the chunk's own keys lie in one tile with the youngest of the ring. All
+// threads share the loads of q, k and v, which may still be sums over slices, and of these come in one trip as well.
 #include "device/ring_attention.cuh"
 #include "launch.h"
 #include "ring_attention.h"
@@ -16,6 +17,8 @@ constexpr char kOp[] = "ring_attention";
 constexpr int kMultiprocessors = 132;
 constexpr int kColumns = 8, kWarps = 2;
 constexpr int kLine = kHeadDim * sizeof(bf16);  // bytes of a token
+constexpr int kMostTokens = 4;
+constexpr int kMostSlices = 4;  // where q, k and v of one token come as sums over slices
 
 // Of row `row` and a piece: its 16 bytes, permuted, so that those of eight rows lie in different banks.
 __device__ __forceinline__ uint32_t line_place(int row, int piece) { return row * kLine + (piece ^ row % 8) * 16; }
@@ -26,6 +29,9 @@ struct alignas(kLine) Lines {
 
   __device__ __forceinline__ void put(int row, int piece, const uint4& x) {
     *reinterpret_cast<uint4*>(bytes + line_place(row, piece)) = x;
+  }
+  __device__ __forceinline__ const uint4& get(int row, int piece) const {
+    return *reinterpret_cast<const uint4*>(bytes + line_place(row, piece));
   }
 };
 struct Tile {
@@ -55,40 +61,102 @@ struct RingTiles {
   }
 };
 
-// What lane 4 * g + t has of token g: pieces t and t + 4, rotated; zeros where there is no token.
-struct Token {
-  uint4 query[2] = {}, key[2] = {}, value[2] = {};
+// As load_weights, of 8 bytes.
+__device__ __forceinline__ uint2 load_pair(const void* pointer) {
+  uint2 value;
+  asm volatile("ld.relaxed.gpu.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(pointer));
+  return value;
+}
 
-  // `wait`: for the kernel that writes `qkv`. `whole`: not the query alone.
-  template <typename Wait>
-  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, bool exists,
-                                       bool whole, Wait wait) {
-    const int token = threadIdx.x % 32 / 4, dimension = threadIdx.x % 4 * 8, width = params.heads * kHeadDim;
-    const int64_t place = row * params.tokens + token;
-    const bf16* queries = static_cast<const bf16*>(params.qkv) + place * 3 * width + head * kHeadDim + dimension;
-    const bf16 *keys = held(queries + width), *values = held(queries + 2 * width);
-    queries = held(queries);
-    Angles angles[2] = {};
-    if (exists)
+// Four dimensions of q, k or v of a token as the kernel ahead has left them: rounded, or as sums over `slices` slices
+// of its inputs, `stride` apart, which are added in their order and rounded then. All loads of a thread are on their
+// way before the first is used.
+struct Rounded {
+  using Element = bf16;
+  uint2 words;
+
+  __device__ __forceinline__ void load(const bf16* source, int /*slices*/, int64_t /*stride*/) {
+    words = load_pair(source);
+  }
+  __device__ __forceinline__ uint2 get() const { return words; }
+};
+struct Sums {
+  using Element = float;
+  uint4 slice[kMostSlices];
+
+  __device__ __forceinline__ void load(const float* source, int slices, int64_t stride) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        angles[i].load(params.cos_sin + place * kHeadDim + dimension + 32 * i);
-    wait();
-    if (exists) {
-      load_pieces(query, queries);
-      if (whole) load_pieces(key, keys), load_pieces(value, values);
+    for (int i = 0; i < kMostSlices; ++i) {
+      slice[i] = {};
+      if (i < slices) slice[i] = load_weights(source + i * stride);
     }
+  }
+  __device__ __forceinline__ uint2 get() const {
+    float4 sum = reinterpret_cast<const float4&>(slice[0]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      query[i] = angles[i].rotated(query[i]);
-      if (whole) key[i] = angles[i].rotated(key[i]);
+    for (int i = 1; i < kMostSlices; ++i) {
+      const float4& x = reinterpret_cast<const float4&>(slice[i]);
+      sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    }
+    return {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
+  }
+};
+
+// The chunk of one head in shared memory, rotated; queries of zeros where there is no token. TOKENS: at most.
+template <typename Stored, int TOKENS>
+struct Chunk {
+  static constexpr int kThreads = 32 * kWarps, kFours = kHeadDim / 4;
+  static constexpr int kItems = (TOKENS * 3 * kFours + kThreads - 1) / kThreads;  // of four dimensions, of a thread
+  Lines<kColumns> query;
+  Lines<kMostTokens> key, value;
+
+  // `wait`: for the kernel that writes `qkv`.
+  template <typename Wait>
+  __device__ __forceinline__ void load(const RingAttentionParams& params, int64_t row, int head, int valid, Wait wait) {
+    using Element = typename Stored::Element;
+    using Four = Vector<bf16, 4>;
+    const int width = params.heads * kHeadDim;
+    const int64_t first = row * params.tokens, stride = int64_t{params.batch} * params.tokens * 3 * width;
+    const Element* source[kItems];
+    alignas(uint4) float angles[kItems][4] = {};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const Item item(i);
+      source[i] = held(static_cast<const Element*>(params.qkv) + ((first + item.token) * 3 + item.part) * width +
+                       head * kHeadDim + 4 * item.four);
+      if (item.token < valid && item.part < 2)
+        reinterpret_cast<uint4&>(angles[i]) =
+            load_weights(params.cos_sin + (first + item.token) * kHeadDim + 4 * item.four);
+    }
+    if (const int token = threadIdx.x / kPieces; token >= valid) query.put(token, threadIdx.x % kPieces, uint4{});
+    wait();
+    Stored stored[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (Item(i).token < valid) stored[i].load(source[i], params.qkv_slices, stride);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const Item item(i);
+      if (item.token >= valid) continue;
+      uint2 x = stored[i].get();
+      if (item.part < 2) reinterpret_cast<Four&>(x) = rotate(reinterpret_cast<Four&>(x), angles[i]);
+      char* const lines = item.part == 0 ? query.bytes : item.part == 1 ? key.bytes : value.bytes;
+      *reinterpret_cast<uint2*>(lines + line_place(item.token, item.four / 2) + item.four % 2 * 8) = x;
     }
   }
 
  private:
-  static __device__ __forceinline__ void load_pieces(uint4 (&pieces)[2], const bf16* source) {
-    pieces[0] = load_weights(source), pieces[1] = load_weights(source + 32);
-  }
+  struct Item {
+    int token, part, four;
+
+    __device__ __forceinline__ explicit Item(int i) {
+      const int index = threadIdx.x + i * kThreads;
+      token = index / (3 * kFours), part = index / kFours % 3, four = index % kFours;
+    }
+  };
+  static_assert(TOKENS <= kMostTokens && kThreads == kColumns * kPieces);
 };
 
 // Attention of eight tokens over the keys seen so far; tokens 2t and 2t + 1 of this thread.
@@ -182,16 +250,16 @@ struct Results {
   }
 };
 
-// STAGES: tiles of a warp that are on their way at once. BLOCKS: on a multiprocessor.
-template <int STAGES, int BLOCKS>
+// STAGES: tiles of a warp that are on their way at once. BLOCKS: on a multiprocessor. `Chunk`: how q, k and v come.
+template <int STAGES, int BLOCKS, typename Chunk>
 __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const RingAttentionParams params) {
   extern __shared__ Tile tiles[];  // [kWarps][STAGES]
-  __shared__ Lines<kColumns> all_queries[kWarps];
+  __shared__ Chunk chunk;
   __shared__ float2 sums[kWarps][kColumns];
 
   // In a uniform register, and all that follows from it.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32, token = lane / 4, quarter = lane % 4, head = blockIdx.x;
+  const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4, head = blockIdx.x;
   const int64_t row = blockIdx.y;
   cudaTriggerProgrammaticLaunchCompletion();
   // As in ring_attention.cu.
@@ -229,20 +297,19 @@ __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const 
   for (int i = 0; i < STAGES; ++i)
     copy(i);
 
-  Token chunk;
-  chunk.load(params, row, head, token < valid, warp == 0, [&] {
+  chunk.load(params, row, head, valid, [&] {
     if (!early) return;
     prefetch_ring(params, place, head);
     cudaGridDependencySynchronize();
   });
+  __syncthreads();
   uint32_t query[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    all_queries[warp].put(token, quarter + 4 * i, chunk.query[i]);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    load_matrices(query[i], shared_address(&all_queries[warp]) + line_place(lane % 8, 4 * i + lane / 8));
+    load_matrices(query[i], shared_address(&chunk.query) + line_place(lane % 8, 4 * i + lane / 8));
+  // A piece of a key and of a value of the chunk, of which one warp writes all.
+  const int own_token = lane / kPieces, own_piece = lane % kPieces;
+  static_assert(kMostTokens * kPieces == 32);
 
   const int eighth = lane % 8, second = lane / 8 % 2 * 8, fourth = lane / 16 * 8;  // as load_matrices takes addresses
   const uint32_t keys = held(memory + line_place(eighth + second, fourth / 8));
@@ -255,12 +322,10 @@ __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const 
     const int first = valid - kTileKeys + number_of(step) * kTileKeys;  // token of the tile's first key
     if (warp == 0 && step == steps - 1) {
       Tile& tile = tiles[slot_of(step)];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (token < valid) {
-          tile.key.put(token - first, quarter + 4 * i, chunk.key[i]);
-          tile.value.put(token - first, quarter + 4 * i, chunk.value[i]);
-        }
+      if (own_token < valid) {
+        tile.key.put(own_token - first, own_piece, chunk.key.get(own_token, own_piece));
+        tile.value.put(own_token - first, own_piece, chunk.value.get(own_token, own_piece));
+      }
       __syncwarp();
     }
     float score[4] = {};
@@ -275,7 +340,7 @@ __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const 
     if (!all_see_all)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int key = first + token + i / 2 * 8, ahead = 2 * quarter + i % 2 - key;
+        const int key = first + group + i / 2 * 8, ahead = 2 * quarter + i % 2 - key;
         if (key < -held_tokens || ahead < 0 || ahead >= params.window) score[i] = -INFINITY;
       }
     softmax.raise(score, params.scale);
@@ -292,23 +357,21 @@ __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const 
     *reinterpret_cast<uint4*>(out + (t * params.heads) * kHeadDim + 8 * piece) =
         t < valid ? results.merged(t, piece) : uint4{};
   // Nobody reads the ring any more. Of an oversized chunk the last tokens stay.
-  if (!params.write || warp != 0 || token >= valid || token < valid - params.capacity) return;
-  int position = edge + token;
+  if (!params.write || warp != 0 || own_token >= valid || own_token < valid - params.capacity) return;
+  int position = edge + own_token;
   while (position >= params.capacity)
     position -= params.capacity;
-  const int64_t written = base + int64_t{position} * kHeadDim + 8 * quarter;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_k) + written + 32 * i) = chunk.key[i];
-    *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_v) + written + 32 * i) = chunk.value[i];
-  }
+  const int64_t written = base + int64_t{position} * kHeadDim + 8 * own_piece;
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_k) + written) = chunk.key.get(own_token, own_piece);
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(params.ring_v) + written) = chunk.value.get(own_token, own_piece);
 }
 
 template <int STAGES, int BLOCKS>
 MossStatus launch(const RingAttentionParams& params) {
   constexpr int kShared = kWarps * STAGES * static_cast<int>(sizeof(Tile));
-  return launch_kernel(kOp, ring_attention_few<STAGES, BLOCKS>, params, dim3(params.heads, params.batch),
-                       dim3(32 * kWarps), kShared);
+  const auto kernel = params.qkv_slices > 0 ? ring_attention_few<STAGES, BLOCKS, Chunk<Sums, 1>>
+                                            : ring_attention_few<STAGES, BLOCKS, Chunk<Rounded, kMostTokens>>;
+  return launch_kernel(kOp, kernel, params, dim3(params.heads, params.batch), dim3(32 * kWarps), kShared);
 }
 
 int64_t head_count(const RingAttentionParams& params) { return int64_t{params.batch} * params.heads; }
@@ -317,7 +380,12 @@ int64_t head_count(const RingAttentionParams& params) { return int64_t{params.ba
 
 bool takes_few(const RingAttentionParams& params) {
   const int64_t count = head_count(params);
-  return count > 3 * kMultiprocessors && params.tokens <= (count <= 10 * kMultiprocessors ? 2 : 4);
+  return count > 3 * kMultiprocessors && params.tokens <= (count <= 10 * kMultiprocessors ? 2 : kMostTokens);
+}
+
+bool takes_slices(const RingAttentionParams& params) {
+  const bool sized = params.tokens == 1 && head_count(params) <= 10 * kMultiprocessors && takes_few(params);
+  return sized && params.qkv_slices > 0 && params.qkv_slices <= kMostSlices;
 }
 
 // Three tiles ahead where all blocks run at once, eight on a multiprocessor. Else ten, of less.

@@ -16,8 +16,8 @@ from moss_kernels import _launch
 from moss_kernels.chunk_epilogue import chunk_epilogue_reference
 from moss_kernels.chunk_prologue import chunk_prologue_reference
 from moss_kernels.codec_linear import codec_linear_reference
-from moss_kernels.codec_linear.reference import add_partials_reference, partial_sums_reference
-from moss_kernels.ring_attention import ring_attention, ring_attention_reference, rope_tables
+from moss_kernels.codec_linear.reference import add_partials_reference, layer_norm_reference, partial_sums_reference
+from moss_kernels.ring_attention import ring_attention, ring_attention_reference, rope_tables, whole_qkv
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.codec_weights import codec_weights
 from moss_runtime.graphs import CodecChunk, codec_chunk, codec_layers
@@ -91,10 +91,6 @@ def expected_outputs(op, arguments, options):
     if op == "codec_linear":
         options = dict(zip(("x", "weight", "out"), arguments, strict=False)) | options
         out, x, weight = options["out"], options["x"].float(), options["weight"].float()
-        if out.dim() == 3:
-            sums = torch.empty_like(out)
-            partial_sums_reference(x, weight, sums)
-            return {"out": (out, sums)}
         written = {}
         if options.get("partials") is not None:
             x = x.clone()
@@ -103,11 +99,18 @@ def expected_outputs(op, arguments, options):
             x = x.to(options["x"].dtype).float()
         parts = {name: options.get(name) for name in ("norm_weight", "norm_bias", "scale")}
         parts = {name: part if part is None else part.float() for name, part in parts.items()}
+        if out.dim() == 3:
+            sums = torch.empty_like(out)
+            if parts["norm_weight"] is not None:
+                x = layer_norm_reference(x, parts["norm_weight"], parts["norm_bias"])
+            partial_sums_reference(x, weight, sums)
+            return written | {"out": (out, sums)}
         residual = None if parts["scale"] is None else out.float()
         parts |= {"residual": residual, "gelu": options.get("gelu", False), "cos_sin": options.get("cos_sin")}
         y = codec_linear_reference(x, weight, **parts)
         return written | {"out": (out, y)}
     qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
+    qkv = whole_qkv(qkv, ring_k.dtype)
     y, keys, values = torch.empty(out.shape, device=out.device), ring_k.clone(), ring_v.clone()
     ring_attention_reference(qkv.float(), cos_sin, ring_k.float(), ring_v.float(), *rest, y)
     assert options == {"write": True, "settled": True}
@@ -180,9 +183,12 @@ def test_every_op_of_the_toy_step_is_right(golden):
     require_right_steps(toy(golden, "cpu", torch.bfloat16), 3, start=50)
 
 
+@pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype):
-    """Every linear into the stream but a stage's last in two slices, as few rows on a GPU do; the same audio."""
+def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype, attention):
+    """Every linear into the stream but a stage's last in two slices, and with `attention` q, k and v, as few rows on a
+    GPU do; the same audio."""
+    monkeypatch.setattr(codec_chunk, "takes_slices", lambda *sizes: attention)
     codec = toy(golden, "cpu", dtype)
     codes, audio = torch.randint(codec.config.codebook_size, (2, 3, codec.config.codebooks)), []
     for slices in (0, 2):
@@ -194,6 +200,8 @@ def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype
         left = [call.kwargs for call in linear.call_args_list if call.kwargs.get("partials") is not None]
         layers = sum(stage.config.layers for stage in chunk.stages)
         assert len(left) == (2 * layers - len(chunk.stages) if slices else 0)
+        outputs = [call.kwargs["out"].dim() for call in linear.call_args_list if "norm_weight" in call.kwargs]
+        assert outputs.count(3) == (layers if slices and attention else 0)
         require_right_steps(codec, 2)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert relative_error(audio[1], audio[0]) < tolerance
@@ -202,8 +210,8 @@ def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"write": False}, "first of them:\n.*call 4: ring_attention `ring_k`"),
-        (None, "first of them:\n.*call 4: ring_attention `out`"),
+        ({"write": False}, "first of them:\n.*call 3: ring_attention `ring_k`"),
+        (None, "first of them:\n.*call 3: ring_attention `out`"),
     ],
 )
 def test_the_search_finds_the_op_that_does_too_little(golden, options, message):

@@ -135,7 +135,8 @@ def test_norm_sums_take_the_norm_out_of_the_product():
         ("scale", {"scratch": None}, ValueError, r"`scratch` must be \[n\] with n >= 84, got None"),
         ("scale", {"x": torch.zeros(7, 24).bfloat16()}, TypeError, "`x` must be float32, got bfloat16"),
         ("scale", {"scale": torch.zeros(12).bfloat16()}, TypeError, "`scale` must be float32, got bfloat16"),
-        ("norm", {"out": torch.zeros(2, 7, 12)}, ValueError, r"`out` must be \[M, N\] with a norm, GELU or `scale`"),
+        ("scale", {"out": torch.zeros(2, 7, 12)}, ValueError, r"`out` must be \[M, N\] with GELU or `scale`, got \(2"),
+        ("norm_gelu", {"out": torch.zeros(2, 7, 12)}, ValueError, r"`out` must be \[M, N\] with GELU or `scale`, got"),
         ("plain", {"out": torch.zeros(5, 7, 12)}, ValueError, "`out` must have slices of K = 24 alike, got 5"),
         ("plain", {"out": torch.zeros(2, 7, 12).bfloat16()}, TypeError, "`out` must be float32, got bfloat16"),
         (
@@ -154,7 +155,7 @@ def test_norm_sums_take_the_norm_out_of_the_product():
             "norm",
             {"partials": torch.zeros(2, 7, 12), "partials_scale": torch.zeros(24)},
             ValueError,
-            r"`partials` must be \[S, M, K\] with M = 7, K = 24, got \(2, 7, 12\)",
+            r"`partials` must be \[P, M, K\] with M = 7, K = 24, got \(2, 7, 12\)",
         ),
     ],
 )

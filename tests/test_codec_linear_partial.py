@@ -27,6 +27,10 @@ def with_partials(arguments, slices):
     return arguments | {"x": x.clone(), "partials": partials, "partials_scale": scale}
 
 
+def norm_of(arguments):
+    return arguments["norm_weight"], arguments["norm_bias"]
+
+
 def added(arguments, dtype=torch.float64):
     """The stream with the partial sums, rounded as `x` is."""
     x, partials, scale = (arguments[name].to(dtype) for name in ("x", "partials", "partials_scale"))
@@ -48,10 +52,26 @@ def test_sums_over_slices_that_the_next_norm_adds_are_the_whole(stream):
     torch.testing.assert_close(up["out"], result, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added_first", [False, True])
+def test_sums_over_slices_of_what_is_normed(stream, added_first):
+    """As for q, k and v: the norm, which may add sums itself, comes before them."""
+    arguments = make_arguments("norm", 5, 12, 24, dtype=torch.bfloat16, stream=stream)
+    arguments |= {"out": torch.full((2, 5, 12), torch.nan)}
+    if added_first:
+        arguments = with_partials(arguments, 3)
+    x, (weight, bias) = added(arguments) if added_first else arguments["x"], norm_of(arguments)
+    normed = F.layer_norm(x, (24,), weight.to(stream), bias.to(stream)).bfloat16()
+    codec_linear(**arguments)
+    slices = (part.double().unflatten(1, (2, 12)) for part in (normed, arguments["weight"]))
+    torch.testing.assert_close(arguments["out"].double(), torch.einsum("msk,nsk->smn", *slices), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("m", [0, 5])
 def test_opcheck_of_partial_sums(m):
     out = {"out": torch.zeros(3, m, 12)}
-    torch.library.opcheck(torch.ops.moss.codec_linear, positional(make_arguments("plain", m, 12, 24) | out))
+    for kind in ("plain", "norm"):
+        torch.library.opcheck(torch.ops.moss.codec_linear, positional(make_arguments(kind, m, 12, 24) | out))
     arguments = with_partials(make_arguments("norm", m, 12, 24), 2)
     torch.library.opcheck(torch.ops.moss.codec_linear, positional(arguments))
 
@@ -65,7 +85,7 @@ def test_torch_compile_of_partial_sums():
 
 
 def test_partial_sums_of_all_tiles_run_at_once_and_have_room():
-    for n, k in ((768, 768), (768, 3072), (1280, 1280), (1280, 5120)):
+    for n, k in ((768, 768), (768, 3072), (3840, 1280), (1280, 1280), (1280, 5120)):
         for m in range(1, 1600):
             if tile := partial_tile_for(m, n, k):
                 blocks = -(-m // tile.rows) * -(-n // tile.columns) * tile.slices
@@ -106,14 +126,33 @@ def test_triton_adds_partial_sums_in_the_interpreter(tile):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m", [49, 64])
+def test_sums_for_queries_keys_and_values(moss_library, m):
+    """The norm rounds what the product takes; the sums are those of it, and leave the stream as the norm leaves it."""
+    arguments = make_arguments("norm", m, 3840, 1280, dtype=torch.bfloat16, device="cuda")
+    slices = partial_slices(m, arguments["weight"])
+    assert slices > 1
+    arguments = with_partials(arguments | {"out": torch.full((slices, m, 3840), torch.nan, device="cuda")}, 5)
+    stream, normed = arguments["x"].clone(), torch.empty(m, 1280, dtype=torch.bfloat16, device="cuda")
+    row_kernels.layer_norm(stream, *norm_of(arguments), normed, arguments["partials"], arguments["partials_scale"])
+    codec_linear(**arguments)
+    assert torch.equal(arguments["x"], stream)
+    parts = (part.double().unflatten(1, (slices, -1)) for part in (normed, arguments["weight"]))
+    exact = torch.einsum("msk,nsk->smn", *parts)
+    assert (arguments["out"] - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("m", [5, 331])
+@pytest.mark.parametrize("steps", [1, 5, 30])
 @pytest.mark.parametrize("tile", partial_tiles(), ids=str)
-def test_partial_sums_of_every_tile(moss_library, monkeypatch, tile, m):
-    """Uneven in rows and columns, and more steps than a block has stages; what lies beyond stays, and bits repeat.
+def test_partial_sums_of_every_tile(moss_library, monkeypatch, tile, steps, m):
+    """Uneven in rows and columns, and fewer and more steps than a block has stages; what lies beyond stays, and bits
+    repeat.
 
     The bits of a row do not depend on its place.
     """
-    arguments = make_arguments("plain", m, 304, 30 * 64 * tile.slices, dtype=torch.bfloat16, device="cuda")
+    arguments = make_arguments("plain", m, 304, steps * 64 * tile.slices, dtype=torch.bfloat16, device="cuda")
     x, weight, beyond = arguments["x"], arguments["weight"], 640
     slices = (part.double().unflatten(1, (tile.slices, -1)) for part in (x, weight))
     exact = torch.einsum("msk,nsk->smn", *slices)

@@ -14,7 +14,13 @@ import torch
 import triton
 
 from moss_kernels import _library, ring_attention
-from moss_kernels.ring_attention import cuda_kernel, ring_attention_reference, triton_kernel, wants_rotated
+from moss_kernels.ring_attention import (
+    cuda_kernel,
+    ring_attention_reference,
+    takes_slices,
+    triton_kernel,
+    wants_rotated,
+)
 from moss_kernels.ring_kv_write import ring_kv_write_reference
 from moss_kernels.testing.compare import implementation, require_equal
 from moss_kernels.testing.ring import CODEC_STAGES, RING_CASES, RingInputs
@@ -106,7 +112,7 @@ def require_same_rotated(inputs: RingInputs, attended: torch.Tensor) -> None:
 
 def require_write_after(inputs: RingInputs, attended: torch.Tensor, device="cpu") -> None:
     """The op with `write` gives `attended`, and the rings that `ring_kv_write_reference` gives."""
-    expected, inputs = inputs.to("cpu"), inputs.to(device)
+    expected, inputs = inputs.to("cpu").whole(), inputs.to(device)
     ring_kv_write_reference(*expected.step)
     require_equal("out of settled inputs", inputs.attend(partial(ring_attention, settled=True)), attended)
     require_equal("out", inputs.attend(partial(ring_attention, write=True)), attended)
@@ -118,6 +124,54 @@ def require_write_after(inputs: RingInputs, attended: torch.Tensor, device="cpu"
 def test_write_follows_the_attention(capacity):
     inputs = make_inputs(capacity=capacity, window=capacity)
     require_write_after(inputs, inputs.attend(ring_attention))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_slices_are_added_and_rounded_first(slices, dtype):
+    inputs = make_inputs(dtype=dtype).sliced(slices)
+    require_write_after(inputs, inputs.whole().attend(ring_attention))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [125, 250, 1])
+@pytest.mark.parametrize("slices", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [67, 88, 89, 176, 177, 220])
+def test_slices_added_on_the_gpu(moss_library, heads, slices, capacity):
+    """From the fewest to the most heads, with either depth of copies: the bits of slices that were added before."""
+    rows = [(slot, min(valid, 1), offset) for slot, valid, offset in ROWS]
+    inputs = make_inputs(
+        rows, capacity=capacity, window=capacity, tokens=1, heads=heads, head_dim=64, dtype=torch.bfloat16
+    )
+    inputs = inputs.sliced(slices)
+    assert cuda_kernel.takes(inputs.qkv, inputs.cos_sin, inputs.ring_k, capacity, False)
+    require_write_after(inputs, inputs.whole().to("cuda").attend(ring_attention), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "tokens", "slices"), [(67, 1, 5), (66, 1, 2), (67, 2, 2), (221, 1, 2), (2, 40, 2)])
+def test_slices_that_no_kernel_adds(moss_library, heads, tokens, slices):
+    inputs = make_inputs(tokens=max(tokens, 40), heads=heads, head_dim=64, dtype=torch.bfloat16)
+    inputs = dataclasses.replace(
+        inputs, qkv=inputs.qkv[:, :tokens].contiguous(), cos_sin=inputs.cos_sin[:, :tokens].contiguous(),
+        valid=inputs.valid.clamp(max=tokens),
+    ).sliced(slices)  # fmt: skip
+    assert not cuda_kernel.takes(inputs.qkv, inputs.cos_sin, inputs.ring_k, inputs.window, False)
+    require_write_after(inputs, inputs.whole().to("cuda").attend(ring_attention), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "slices", "taken"),
+    [(34, 1, 4, True), (110, 1, 1, True), (33, 1, 4, False), (111, 1, 4, False), (64, 2, 4, False), (64, 1, 5, False)],
+)
+def test_which_slices_are_taken(batch, tokens, slices, taken):
+    qkv = torch.empty(slices, batch, tokens, 3 * 12 * 64, device="meta")
+    cos_sin = torch.empty(batch, tokens, 32, 2, device="meta")
+    ring = torch.empty(batch + 1, 12, 250, 64, dtype=torch.bfloat16, device="meta")
+    assert cuda_kernel.takes(qkv, cos_sin, ring, 250, False) == taken
+    assert cuda_kernel.takes_slices(batch, tokens, ring) == (taken or slices > 4)
+    assert not cuda_kernel.takes(qkv, None, ring, 250, False)
+    assert not takes_slices(batch, tokens, ring)  # not on a GPU
 
 
 @pytest.mark.gpu
@@ -313,8 +367,9 @@ def test_all_padding_in_the_interpreter():
     assert (inputs.attend(triton_kernel.ring_attention_triton) == 0).all()
 
 
-def op_arguments(device="cpu", *, write=False, rotated=False) -> dict[str, object]:
+def op_arguments(device="cpu", *, write=False, rotated=False, slices=0) -> dict[str, object]:
     inputs = make_inputs().to(device)
+    inputs = inputs.sliced(slices) if slices else inputs
     floats = ("qkv", "cos_sin", "ring_k", "ring_v") if write else ("qkv", "cos_sin")
     inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name).nan_to_num() for name in floats})
     inputs = inputs.rotated() if rotated else inputs
@@ -330,6 +385,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device, write, rotated):
     arguments = op_arguments(device, write=write, rotated=rotated)
+    torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(arguments.values()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_slices(device):
+    arguments = op_arguments(device, write=True, slices=2)
     torch.library.opcheck(torch.ops.moss.ring_attention.default, tuple(arguments.values()))
 
 
@@ -355,6 +416,9 @@ def _wrong(name, error, message, value):
         _wrong("qkv", TypeError, "float32 or bfloat16, got float16", lambda x: x.half()),
         _wrong("qkv", ValueError, r"\[B, T, 3\*H\*D\] with 3\*H\*D = 96", lambda x: x[..., :64].contiguous()),
         _wrong("qkv", ValueError, "contiguous", lambda x: x.mT.contiguous().mT),
+        _wrong("qkv", TypeError, "float32, got bfloat16", lambda x: x[None].bfloat16()),
+        _wrong("qkv", ValueError, r"\[P, B, T, 3\*H\*D\] with 3\*H\*D = 96", lambda x: x[None, ..., :64].contiguous()),
+        _wrong("qkv", ValueError, "slices, got", lambda x: x.new_empty(0, *x.shape)),
         _wrong("cos_sin", TypeError, "float32", lambda x: x.bfloat16()),
         _wrong("cos_sin", ValueError, r"D/2 = 8", lambda x: x[:, :, :4].contiguous()),
         _wrong("ring_k", ValueError, "even head_dim, got 15", lambda x: x.new_zeros(6, 2, 70, 15)),
@@ -389,6 +453,7 @@ def test_wrong_argument_is_named(name, error, message, value):
         ("tokens", -1, "`tokens` must be >= 0, got -1"),
         ("tokens", 513, "`cos_sin` must be null for 513 tokens of 1 rows"),
         ("head_dim", 32, r"`head_dim` must be 64 \.\. 64, got 32"),
+        ("qkv_slices", 2, "`qkv_slices` must be 0 for 2 tokens of 1 rows, got 2"),
         ("window", 5, r"`window` must be 1 \.\. 4, got 5"),
         ("offset", None, "`offset` must not be null"),
         ("out", 0x1008, "`out` must be aligned to 16 bytes, got 0x1008"),

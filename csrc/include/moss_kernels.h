@@ -404,7 +404,7 @@ typedef struct CodecLinearParams {
   int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 8, K of 64 * slices, `out` and `scale`
                            aligned to 16 bytes; with 96 or more in one slice out bf16, not both GELU and scale */
   int32_t slices;       /* of the inputs, one for each block */
-  int32_t partial;      /* 1: out [slices, M, N] fp32 = the sum over each slice; no cluster, no GELU, no scale */
+  int32_t partial;      /* 1: out [slices, M, N] fp32 = the sum over each slice; no cluster, GELU or scale */
   void* stream; /* cudaStream_t */
 } CodecLinearParams;
 
@@ -485,13 +485,13 @@ typedef struct RingAttentionParams {
   int32_t ring_slots;    /* S+1 */
   int32_t write;         /* 1: store the chunk in the rings */
   float scale;           /* of the scores, times log2 e */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before the wait the kernel
-                               reads slots and offset alone, as hints, and again after it); MOSS_DEPENDENT_EARLY: it
-                               reads slots, valid, offset, cos_sin and rings before it waits; no kernel that may
-                               still run writes them */
+  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait it reads slots
+                               and offset alone, as hints, and again later); MOSS_DEPENDENT_EARLY: it reads all
+                               but qkv before it waits; no kernel that may still run writes them */
+  int32_t qkv_slices;    /* 0; or P <= 4: qkv is [P, B, 1, 3*H*D] fp32, added and rounded; B * H of 397 .. 1320 */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
-  const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle at the token's position; null: q and k are
-                            rotated already, as many rows of more than 32 must be */
+  const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle; null: q and k are rotated already, as
+                            many rows of more than 32 must be */
   void* ring_k;          /* [S+1, H, C, D] read, with `write` written too; row S is the null slot, which no row with
                             valid tokens names */
   void* ring_v;          /* [S+1, H, C, D] likewise */

@@ -148,6 +148,11 @@ void test_ring_attention() {
   refused("`ring_slots * heads * capacity` must be 1 .. 1073741824",
           [](auto& spoiled) { spoiled.ring_slots = INT32_MAX, spoiled.cos_sin = nullptr; });
   refused("`cos_sin` must be null for 513 tokens of 2 rows", [](auto& spoiled) { spoiled.tokens = 513; });
+  refused("`qkv_slices` must be 0 for 3 tokens of 2 rows, got 1", [](auto& spoiled) { spoiled.qkv_slices = 1; });
+  params.batch = 200;
+  params.tokens = 1;
+  refused("`qkv_slices` must be 0 for 1 tokens of 200 rows, got 5", [](auto& spoiled) { spoiled.qkv_slices = 5; });
+  refused("`qkv_slices` must be 0 for 1 tokens of 200 rows, got -1", [](auto& spoiled) { spoiled.qkv_slices = -1; });
   refused("`heads`", [](auto& spoiled) { spoiled.heads = 0; });
   refused("`head_dim`", [](auto& spoiled) { spoiled.head_dim = 128; });
   refused("`capacity` must be 1 .. 16777216, got 0", [](auto& spoiled) { spoiled.capacity = 0; });

@@ -29,7 +29,10 @@ def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
 
 
 def partial_slices(m: int, weight: torch.Tensor) -> int:
-    """Slices of the inputs whose sums for M rows are best left to the next norm, as `partials`; 0: none, whole."""
+    """Slices of the inputs whose sums for M rows are best left to what comes next; 0: none, whole.
+
+    That is a norm, which takes them as `partials`, or for q, k and v of one weight `ring_attention`.
+    """
     tile = partial_tile_for(m, *weight.shape) if weight.is_cuda and weight.dtype == torch.bfloat16 else None
     if tile is None or _library.backend_for(_OP, _BACKENDS, weight.device) != "cuda":
         return 0
@@ -62,8 +65,8 @@ def _check(
     check("weight", weight, "[N, K]", *_DTYPES)
     if out.dim() == 3:
         check("out", out, "[S, M, N]", torch.float32)
-        if norm_weight is not None or gelu or scale is not None:
-            raise ValueError(f"`{_OP}`: `out` must be [M, N] with a norm, GELU or `scale`, got {tuple(out.shape)}")
+        if gelu or scale is not None:
+            raise ValueError(f"`{_OP}`: `out` must be [M, N] with GELU or `scale`, got {tuple(out.shape)}")
         if sizes["S"] == 0 or sizes["K"] % sizes["S"]:
             raise ValueError(f"`{_OP}`: `out` must have slices of K = {sizes['K']} alike, got {sizes['S']}")
     else:
@@ -80,7 +83,7 @@ def _check(
     if (partials is None) != (partials_scale is None) or (partials is not None and norm_weight is None):
         raise ValueError(f"`{_OP}`: `partials` and `partials_scale` must be given together, with a norm")
     if partials is not None:
-        check("partials", partials, "[S, M, K]", torch.float32)
+        check("partials", partials, "[P, M, K]", torch.float32)
         check("partials_scale", partials_scale, "[K]", weight.dtype)
     if scale is not None:
         check("scale", scale, "[N]", weight.dtype)
@@ -149,7 +152,8 @@ def codec_linear(
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
 
     Where `partial_slices` says so, the product is better left in slices for the call behind it, which adds them to the
-    stream ahead of its norm: the first with an `out` of three dimensions, the other with `partials`.
+    stream ahead of its norm: the first with an `out` of three dimensions, the other with `partials`. Slices of q, k and
+    v, which come after a norm, `ring_attention` adds.
 
     The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
     3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
@@ -170,7 +174,7 @@ def codec_linear(
         scale: [N], the dtype of `weight`; not with a norm.
         scratch: [n], the dtype of `weight`, at least `scratch_size(...)`; needed with a norm or `scale`. What it holds
             afterwards is undefined.
-        partials: [S, M, K] float32, or None; with a norm. `partials_scale` times their sum is added to `x` first, which
+        partials: [P, M, K] float32, or None; with a norm. `partials_scale` times their sum is added to `x` first, which
             is rounded as a residual stream in `out` would be.
         partials_scale: [K], the dtype of `weight`; given with `partials`.
         cos_sin: [M, D/2, 2] float32. The outputs are q, k and v of heads of D, and interleaved pairs of q and k are

@@ -8,6 +8,11 @@ from moss_kernels.ring_attention.reference import rotate_interleaved
 NORM_EPS = 1e-5
 
 
+def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """LayerNorm of x [..., K] with weight and bias [K], all floating: [..., K], the dtype of `x`."""
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), NORM_EPS)
+
+
 def codec_linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -36,7 +41,7 @@ def codec_linear_reference(
         [..., N], the dtype of `residual`, or without one that of `weight`.
     """
     if norm_weight is not None:
-        x = F.layer_norm(x, norm_weight.shape, norm_weight.to(x.dtype), norm_bias.to(x.dtype), NORM_EPS)
+        x = layer_norm_reference(x, norm_weight, norm_bias)
     y = F.linear(x.to(weight.dtype), weight)
     if gelu:
         y = F.gelu(y)
@@ -54,7 +59,7 @@ def partial_sums_reference(x: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 
 
 def add_partials_reference(x: torch.Tensor, partials: torch.Tensor, scale: torch.Tensor) -> None:
-    """Adds `scale` [K] times the sum of `partials` [S, M, K] to the residual stream x [M, K], all floating."""
+    """Adds `scale` [K] times the sum of `partials` [P, M, K] to the residual stream x [M, K], all floating."""
     x.copy_(x.to(partials.dtype) + scale.to(partials.dtype) * partials.sum(0))
 
 
@@ -73,10 +78,12 @@ def codec_linear_op_reference(
     cos_sin: torch.Tensor | None = None,
 ) -> None:
     """The op, argument by argument as `codec_linear` documents them; only what it has to write is written."""
-    if out.dim() == 3:
-        return partial_sums_reference(x, weight, out)
     if partials is not None:
         add_partials_reference(x, partials, partials_scale)
+    if out.dim() == 3:
+        if norm_weight is not None:
+            x = layer_norm_reference(x, norm_weight, norm_bias).to(weight.dtype)
+        return partial_sums_reference(x, weight, out)
     parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
 

@@ -156,7 +156,7 @@ def layer_norm(
         x: [M, K]. With `partials` `scale` times their sum is added first.
         norm_weight, norm_bias: [K].
         out: [M, K], written.
-        partials: [S, M, K] float32, or None.
+        partials: [P, M, K] float32, or None.
         scale: [K]; given with `partials`.
 
     Raises:

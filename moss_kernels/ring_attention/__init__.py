@@ -14,6 +14,7 @@ from .reference import (
     rope_frequencies,
     rope_tables,
     rotate_interleaved,
+    whole_qkv,
 )
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "rotate_interleaved",
+    "takes_slices",
     "wants_rotated",
+    "whole_qkv",
 ]
 
 _OP = "ring_attention"
@@ -44,8 +47,13 @@ def check_ring_step(
     slots: torch.Tensor,
     valid: torch.Tensor,
     offset: torch.Tensor,
+    *,
+    sliced: bool = False,
 ) -> dict[str, int]:
-    """Check the arguments that `ring_attention` and `ring_kv_write` share; returns the sizes by name."""
+    """Check the arguments that `ring_attention` and `ring_kv_write` share; returns the sizes by name.
+
+    `sliced`: `qkv` holds sums over slices.
+    """
     sizes: dict[str, int] = {}
 
     def check(name: str, tensor: torch.Tensor, layout: str, *dtypes: torch.dtype) -> None:
@@ -54,14 +62,14 @@ def check_ring_step(
         _checks.require_device(op, name, tensor, qkv.device)
         _checks.require_contiguous(op, name, tensor)
 
-    _checks.require_dtype(op, "qkv", qkv, torch.float32, torch.bfloat16)
-    check("ring_k", ring_k, "[S+1, H, C, D]", qkv.dtype)
-    check("ring_v", ring_v, "[S+1, H, C, D]", qkv.dtype)
+    _checks.require_dtype(op, "qkv", qkv, *((torch.float32,) if sliced else (torch.float32, torch.bfloat16)))
+    check("ring_k", ring_k, "[S+1, H, C, D]", *((torch.float32, torch.bfloat16) if sliced else (qkv.dtype,)))
+    check("ring_v", ring_v, "[S+1, H, C, D]", ring_k.dtype)
     heads, head_dim = sizes["H"], sizes["D"]
     if head_dim % 2:
         raise ValueError(f"`{op}`: `ring_k` must have an even head_dim, got {head_dim}")
     sizes |= {"3*H*D": 3 * heads * head_dim, "H*D": heads * head_dim, "D/2": head_dim // 2}
-    check("qkv", qkv, "[B, T, 3*H*D]", qkv.dtype)
+    check("qkv", qkv, "[P, B, T, 3*H*D]" if sliced else "[B, T, 3*H*D]", qkv.dtype)
     if cos_sin is not None:
         check("cos_sin", cos_sin, "[B, T, D/2, 2]", torch.float32)
     check("slots", slots, "[B]", torch.int32)
@@ -84,13 +92,16 @@ def _check(
     write: bool = False,
     settled: bool = False,
 ) -> None:
-    sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset)
+    sliced = qkv.dim() == 4
+    sizes = check_ring_step(_OP, qkv, cos_sin, ring_k, ring_v, slots, valid, offset, sliced=sliced)
+    if sliced and sizes["P"] == 0:
+        raise ValueError(f"`{_OP}`: `qkv` must have slices, got {tuple(qkv.shape)}")
     if not 1 <= window <= sizes["C"]:
         raise ValueError(f"`{_OP}`: `window` must be in 1 .. C = {sizes['C']}, got {window}")
     if write and chunk_in_ring:
         raise ValueError(f"`{_OP}`: `write` must be False for a chunk that is in the ring already, got True")
     _checks.require_shape(_OP, "out", out, "[B, T, H*D]", sizes)
-    _checks.require_dtype(_OP, "out", out, qkv.dtype)
+    _checks.require_dtype(_OP, "out", out, ring_k.dtype)
     _checks.require_device(_OP, "out", out, qkv.device)
     _checks.require_contiguous(_OP, "out", out)
 
@@ -98,6 +109,13 @@ def _check(
 def wants_rotated(batch: int, tokens: int, ring_k: torch.Tensor, window: int) -> bool:
     """Whether the op had better get q and k of chunks rotated: of `batch` rows of `tokens`, in no ring yet."""
     if ring_k.device.type != "cuda" or not cuda_kernel.wants_rotated(batch, tokens, ring_k, window):
+        return False
+    return _library.backend_for(_OP, ("cuda", *_ANY_SIZE), ring_k.device) == "cuda"
+
+
+def takes_slices(batch: int, tokens: int, ring_k: torch.Tensor) -> bool:
+    """Whether the op adds up q, k and v that come as sums over slices where it loads them, for these sizes."""
+    if ring_k.device.type != "cuda" or not cuda_kernel.takes_slices(batch, tokens, ring_k):
         return False
     return _library.backend_for(_OP, ("cuda", *_ANY_SIZE), ring_k.device) == "cuda"
 
@@ -111,6 +129,9 @@ def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
     qkv, cos_sin, ring_k = arguments[:3]
     backends = _ROTATED_TOO if cos_sin is None else _ANY_SIZE
+    if qkv.dim() == 4 and not cuda_kernel.takes(qkv, cos_sin, ring_k, *arguments[7:9]):
+        qkv = whole_qkv(qkv, ring_k.dtype)
+        arguments = qkv, *arguments[1:]
     if cuda_kernel.takes(qkv, cos_sin, ring_k, *arguments[7:9]):
         backends = ("cuda", *backends)
     backend = _library.backend_for(_OP, backends, qkv.device)
@@ -124,7 +145,8 @@ def _run_cuda(*arguments: object) -> None:
 
 
 def _attend_and_write(attention: Callable[..., None], *arguments: object) -> None:
-    step = arguments[:_WRITE]
+    qkv, cos_sin, ring_k, *rest = arguments[:_WRITE]
+    step = whole_qkv(qkv, ring_k.dtype), cos_sin, ring_k, *rest
     attention(*step)
     if any(arguments[_WRITE : _WRITE + 1]):
         torch.ops.moss.ring_kv_write(*step[:_SHARED])
@@ -168,19 +190,21 @@ def ring_attention(
     overwritten, may hold anything, NaN included, and so may tokens at or beyond `valid`.
 
     Args:
-        qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk.
+        qkv: [B, T, 3*H*D] float32 or bfloat16. All q, all k, all v of the chunk. Or [P, B, T, 3*H*D] float32: sums over
+            P slices that `codec_linear` has left, which are added in their order and rounded to the dtype of the rings
+            first; for sizes of which `takes_slices` says so where they are loaded.
         cos_sin: [B, T, D/2, 2] float32. `rope_tables` of the positions offset[slots[b]] + t; None: q and k of `qkv`
             are rotated already, as `wants_rotated` says is best.
-        ring_k: [S+1, H, C, D], the dtype of `qkv`. Rotated keys; token n of a stream lies at n mod C. Row S is the
-            null slot of padding. Read, and with `write` written after that.
+        ring_k: [S+1, H, C, D], the dtype of `qkv`; float32 or bfloat16 if that has slices. Rotated keys; token n of a
+            stream lies at n mod C. Row S is the null slot of padding. Read, and with `write` written after that.
         ring_v: [S+1, H, C, D], likewise. Values.
         slots: [B] int32, 0 .. S (not checked). No two rows with valid tokens name the same slot.
         valid: [B] int32, 0 .. T (not checked). Valid tokens of each row.
         offset: [S+1] int64. Tokens that each slot had consumed before this chunk.
         window: 1 .. C. Keys that a query sees, itself included.
         chunk_in_ring: whether the rings hold this chunk already.
-        out: [B, T, H*D], the dtype of `qkv`, written; 0 for tokens at or beyond `valid`, and for a query that sees no
-            key (an oversized chunk, T > C, with `chunk_in_ring`).
+        out: [B, T, H*D], the dtype of the rings, written; 0 for tokens at or beyond `valid`, and for a query that sees
+            no key (an oversized chunk, T > C, with `chunk_in_ring`).
         write: whether the chunk's keys and values are stored in the rings after the attention, as `ring_kv_write`
             does; not with `chunk_in_ring`.
         settled: whether no kernel that may still run writes rings, `slots`, `valid`, `offset` or `cos_sin`. Then CUDA

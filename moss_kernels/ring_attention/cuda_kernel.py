@@ -14,6 +14,8 @@ HEAD_DIM = 64
 _MAX_BLOCKS, _MAX_CLUSTER, _MAX_KEYS = 264, 16, 433
 # Up to so many tokens of many rows are faster in Triton.
 _FEW_TOKENS = 48
+# Where q, k and v of one token may be sums over slices: how many, and heads of all rows.
+_MOST_SLICES, _SLICED_HEADS = 4, range(397, 1321)
 _DEPENDENT_EARLY = 2  # MOSS_DEPENDENT_EARLY
 
 
@@ -33,6 +35,7 @@ class RingAttentionParams(ctypes.Structure):
         ("write", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("dependent_launch", ctypes.c_int32),
+        ("qkv_slices", ctypes.c_int32),
         ("qkv", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
         ("ring_k", ctypes.c_void_p),
@@ -49,7 +52,10 @@ def takes(
     qkv: torch.Tensor, cos_sin: torch.Tensor | None, ring_k: torch.Tensor, window: int, chunk_in_ring: bool
 ) -> bool:
     """Whether there is a kernel for these sizes and dtypes; with `cos_sin` not for long chunks of many rows."""
-    batch, tokens, heads = *qkv.shape[:2], ring_k.shape[1]
+    batch, tokens, heads = *qkv.shape[-3:-1], ring_k.shape[1]
+    if qkv.dim() == 4:
+        few = len(qkv) <= _MOST_SLICES and takes_slices(batch, tokens, ring_k)
+        return few and cos_sin is not None and not chunk_in_ring
     sized = cos_sin is None or tokens <= 32 or _takes_clusters(batch, tokens, heads, window)
     return sized and _fits(ring_k) and not chunk_in_ring
 
@@ -57,6 +63,11 @@ def takes(
 def wants_rotated(batch: int, tokens: int, ring_k: torch.Tensor, window: int) -> bool:
     """Whether the kernel for chunks that are rotated already is the fastest of all for this one."""
     return tokens > _FEW_TOKENS and _fits(ring_k) and not _takes_clusters(batch, tokens, ring_k.shape[1], window)
+
+
+def takes_slices(batch: int, tokens: int, ring_k: torch.Tensor) -> bool:
+    """Whether there is a kernel for these sizes that adds up the slices of a chunk that is not rotated yet."""
+    return tokens == 1 and batch * ring_k.shape[1] in _SLICED_HEADS and _fits(ring_k)
 
 
 def _fits(ring_k: torch.Tensor) -> bool:
@@ -101,8 +112,8 @@ def ring_attention_cuda(
     params = RingAttentionParams(
         struct_size=ctypes.sizeof(RingAttentionParams),
         abi_version=_library.ABI_VERSION,
-        batch=qkv.shape[0],
-        tokens=qkv.shape[1],
+        batch=qkv.shape[-3],
+        tokens=qkv.shape[-2],
         heads=heads,
         head_dim=head_dim,
         capacity=capacity,
@@ -111,6 +122,7 @@ def ring_attention_cuda(
         write=write,
         scale=head_dim**-0.5 * math.log2(math.e),
         dependent_launch=_DEPENDENT_EARLY if dependent and settled else dependent,
+        qkv_slices=len(qkv) if qkv.dim() == 4 else 0,
         qkv=qkv.data_ptr(),
         cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
         ring_k=ring_k.data_ptr(),

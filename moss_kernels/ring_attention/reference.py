@@ -120,6 +120,24 @@ def ring_visibility(
     return live & (held >= 0) & (held <= position) & (held > position - window)
 
 
+def whole_qkv(qkv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Queries, keys and values as `ring_kv_write` takes them.
+
+    Args:
+        qkv: [B, T, 3*H*D], which is returned as it is, or float32 sums over P slices, [P, B, T, 3*H*D].
+        dtype: to which the sum of these is rounded, added one slice behind the other.
+
+    Returns:
+        [B, T, 3*H*D].
+    """
+    if qkv.dim() == 3:
+        return qkv
+    total = qkv[0]
+    for part in qkv[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
 def ring_attention_reference(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor | None,
@@ -141,6 +159,7 @@ def ring_attention_reference(
             the layers of a stage; None computes it.
     """
     heads, capacity = ring_k.shape[1:3]
+    qkv = whole_qkv(qkv, ring_k.dtype)
     if visible is None:
         visible = ring_visibility(
             slots,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from moss_kernels.ring_attention import rope_tables, rotate_interleaved
+from moss_kernels.ring_attention import rope_tables, rotate_interleaved, whole_qkv
 
 
 @dataclasses.dataclass
@@ -97,10 +97,21 @@ class RingInputs:
         turned = [rotate_interleaved(x, self.cos_sin) for x in (q, k)]
         return dataclasses.replace(self, qkv=torch.stack((*turned, v), 2).flatten(2), cos_sin=None)
 
+    def sliced(self, slices: int) -> "RingInputs":
+        """Nearly the same step with its q, k and v in sums over slices."""
+        generator = torch.Generator().manual_seed(slices)
+        others = torch.randn(slices - 1, *self.qkv.shape, generator=generator).to(self.qkv.device)
+        first = self.qkv.float() - others.sum(0)
+        return dataclasses.replace(self, qkv=torch.cat((first[None], others)))
+
+    def whole(self) -> "RingInputs":
+        """The same step with the slices of its q, k and v added up."""
+        return dataclasses.replace(self, qkv=whole_qkv(self.qkv, self.ring_k.dtype))
+
     def attend(self, implementation: Callable[..., None], *, chunk_in_ring: bool = False) -> torch.Tensor:
         """Output [B, T, H*D] of an implementation of `ring_attention`; NaN where it wrote nothing."""
-        batch, tokens, triple = self.qkv.shape
-        out = self.qkv.new_full((batch, tokens, triple // 3), torch.nan)
+        batch, tokens, triple = self.qkv.shape[-3:]
+        out = self.ring_k.new_full((batch, tokens, triple // 3), torch.nan)
         implementation(*self.step, self.window, chunk_in_ring, out)
         return out
 

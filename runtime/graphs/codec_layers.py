@@ -22,7 +22,7 @@ class StageBuffers:
             the end the residual stream of the next stage, if this one makes it.
         wide: input and output of other stages; inside a layer q, k, v and the attention output, then the inner
             activations.
-        partials: float32. Sums that a linear leaves to the next norm.
+        partials: float32. Sums over slices that a linear leaves to what comes next: a norm, or the attention.
     """
 
     def __init__(
@@ -45,8 +45,15 @@ class StageBuffers:
         self.streams = torch.zeros(2, widths, dtype=residual_dtype, device=device)
         self.wide = torch.zeros(wide, dtype=dtype, device=device)
         sizes = [(frames * stage.tokens_per_frame, stage.config) for stage in stages]
-        partials = max(partial_elements(m, c.d_model, k) for m, c in sizes for k in (c.d_model, c.feedforward_size))
-        self.partials = torch.zeros(partials, device=device)
+        partials = (
+            max(
+                partial_elements(m, 3 * config.d_model, config.d_model),
+                partial_elements(m, config.d_model, config.d_model),
+                partial_elements(m, config.d_model, config.feedforward_size),
+            )
+            for m, config in sizes
+        )
+        self.partials = torch.zeros(max(partials), device=device)
 
     def stream(self, index: int, *shape: int) -> Tensor:
         """The residual stream of stage `index`, of any shape."""
@@ -66,6 +73,7 @@ class StageBuffers:
         attend: Callable[[int, Tensor, Tensor], None],
         *,
         cos_sin: Tensor | None,
+        sliced: bool = False,
     ) -> None:
         """The layers of a transformer stage, on its residual stream.
 
@@ -77,11 +85,15 @@ class StageBuffers:
             attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
                 [B, T, H*D].
             cos_sin: [B, T, D/2, 2] float32. By which q and k are rotated before; None: `attend` does it.
+            sliced: whether `attend` takes q, k, v as float32 sums over slices as well, [P, B, T, 3*H*D].
         """
         config, m = stage.config, batch * tokens
         d = config.d_model
-        qkv = front(self.wide, batch, tokens, 3 * d)
-        attended = front(self.wide[qkv.numel() :], batch, tokens, d)
+        # A stream that is not of the dtype of the weights has no kernel that leaves slices.
+        slices = partial_slices(m, stage.layers[0].in_proj["weight"]) if sliced and x.dtype == self.wide.dtype else 0
+        shape = (batch, tokens, 3 * d)
+        qkv = front(self.partials, slices, *shape) if slices else front(self.wide, *shape)
+        attended = front(self.wide[m * 3 * d :], batch, tokens, d)
         hidden = front(self.wide, m, config.feedforward_size)
         cos_sin = None if cos_sin is None else cos_sin.view(m, -1, 2)
 
@@ -97,7 +109,7 @@ class StageBuffers:
 
         pending: dict[str, Tensor] = {}
         for number, layer in enumerate(stage.layers):
-            codec_linear(x, out=qkv.view(m, 3 * d), scratch=scratch, cos_sin=cos_sin, **layer.in_proj, **pending)
+            codec_linear(x, out=qkv.flatten(-3, -2), scratch=scratch, cos_sin=cos_sin, **layer.in_proj, **pending)
             attend(number, qkv, attended)
             pending = add(attended.view(m, d), layer.out_proj)
             codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1, **pending)

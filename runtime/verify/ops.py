@@ -26,7 +26,7 @@ from moss_kernels.local_rope_attention.reference import (
 from moss_kernels.paged_attention.reference import paged_attention_reference
 from moss_kernels.prefill_attention.reference import prefill_attention_reference
 from moss_kernels.prefill_linear.reference import prefill_linear_reference
-from moss_kernels.ring_attention.reference import ring_attention_reference
+from moss_kernels.ring_attention.reference import ring_attention_reference, whole_qkv
 from moss_kernels.ring_kv_write.reference import ring_kv_write_reference
 from moss_kernels.rms_norm.reference import add_rms_norm_reference
 from moss_kernels.sample_codebook.reference import sample_codebook_reference
@@ -52,7 +52,8 @@ def _lookup(*arguments: object) -> None:
 
 
 def _ring_attention(*arguments: object) -> None:
-    *step, write, _ = arguments
+    qkv, cos_sin, ring_k, *rest, write, _ = arguments
+    step = whole_qkv(qkv, ring_k.dtype), cos_sin, ring_k, *rest
     ring_attention_reference(*step)
     if write:
         ring_kv_write_reference(*step[:7])
