@@ -26,7 +26,7 @@ struct Arguments : BackboneLinearParams {
 template <int N, LinearMode MODE, int CONSUMERS>
 __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared, int column,
                                         int slice) {
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   const Place place(arguments, group * kGroupRows, column);
   Ring<shared.kStages> ring;
   float sum[N / 2];

@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   const int own_row = blockIdx.y * S::kRows, own_column = blockIdx.x / SLICES * COLUMNS;
   const int first_row = max(min(own_row, params.rows - S::kRows), 0);
   const int first_column = max(min(own_column, params.outputs - COLUMNS), 0);
-  const uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
-  const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+  uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
+  uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+  asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // as aligned_address does
   const uint32_t received = shared_address(&sums_barrier);
 
   cudaTriggerProgrammaticLaunchCompletion();
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   for (int i = 0; i < kItems; ++i)
     if (const Item at = item(i); params.scale && at.wanted) residual[i].load(out + at.out);
 
-  const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
+  const int group = warpgroup(), lane = threadIdx.x % 32;
   float product[COLUMNS / 2];
   uint32_t previous = 0;
 #pragma unroll 1

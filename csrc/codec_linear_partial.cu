@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
     if (threadIdx.x == kProducer) produce_tile(arguments, shared, first_row, first_column, slice * arguments.steps);
     return;
   }
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   Ring<shared.kStages> ring;
   float sum[COLUMNS / 2];
   multiply(sum, shared, ring, arguments.steps, group, true);

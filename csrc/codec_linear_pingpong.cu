@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish_parts(const float (&sum)[kHalves][N / 2],
 
 template <int N, int BUFFERS, Finish FINISH>
 __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, BUFFERS> shared) {
-  const int group = threadIdx.x / 128 - 1, steps = arguments.inputs / kStep;
+  const int group = warpgroup() - 1, steps = arguments.inputs / kStep;
   Ring<shared.kStages> ring;
   skip(ring, group * steps);
   uint32_t parity = 0;

@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_sums(const float (&sum)[N / 2], const Arg
 template <int N, int CONSUMERS, Finish FINISH>
 __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N, CONSUMERS> shared) {
   Ring<shared.kStages> ring;
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   uint32_t parity = 0;
   cudaGridDependencySynchronize();
   for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x, parity ^= 1) {

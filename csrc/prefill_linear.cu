@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_stream(float (&total)[N / 2], const Place& 
 template <int N, LinearMode MODE, int CONSUMERS>
 __device__ __forceinline__ void consume(const Arguments& arguments, Shared<N, CONSUMERS> shared) {
   Ring<shared.kStages> ring;
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   bf16* const out = static_cast<bf16*>(arguments.out);
   cudaGridDependencySynchronize();
   for (int index = blockIdx.x; index < arguments.tiles; index += gridDim.x) {

@@ -99,7 +99,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, Memory<N> sh
 
 template <int N>
 __device__ __forceinline__ void consume(const Arguments& arguments, Memory<N> shared) {
-  const int group = threadIdx.x / 128 - 1, steps = arguments.inputs / kStep;
+  const int group = warpgroup() - 1, steps = arguments.inputs / kStep;
   __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(arguments.out);
   const auto finish = [&](const float (&sum)[N / 2], const Tile& tile, int half) {
     store<N, true>(sum, Place(arguments, tile.row + half * kGroupRows, tile.column), out);

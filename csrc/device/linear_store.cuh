@@ -29,9 +29,6 @@ struct Place {
     row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
   // Of the two sums of `block` in the lower or upper row.
-  __device__ __forceinline__ bool inside(int block, int half) const {
-    return row + 8 * half < rows && column + 8 * block + 2 * quarter < outputs;
-  }
   __device__ __forceinline__ int64_t offset(int block, int half) const {
     return (row + 8 * half) * outputs + column + 8 * block + 2 * quarter;
   }
@@ -94,17 +91,27 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Place& pl
   }
 }
 
-// The sums as they are, of a slice.
+// The sums as they are, of a slice. One instruction a store or two: this runs once, from a cold instruction cache.
 template <int N, bool KEPT = false>
 __device__ __forceinline__ void store_slice(const float (&sum)[N / 2], const Place& place, float* out) {
+  const int room = place.outputs - place.column - 2 * place.quarter;
+  const uint64_t policy = policy_evict_last();
 #pragma unroll
-  for (int block = 0; block < N / 8; ++block)
+  for (int half = 0; half < 2; ++half) {
+    if (place.row + 8 * half >= place.rows) return;
+    float* const row = out + place.offset(0, half);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int block = 0; block < N / 8; ++block) {
       const float* pair = &sum[4 * block + 2 * half];
-      if (place.inside(block, half))
-        put<KEPT>(out + place.offset(block, half), uint2{__float_as_uint(pair[0]), __float_as_uint(pair[1])});
+      if (8 * block >= room) continue;
+      if constexpr (KEPT)
+        asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(row + 8 * block), "f"(pair[0]),
+                     "f"(pair[1]), "l"(policy)
+                     : "memory");
+      else
+        *reinterpret_cast<float2*>(row + 8 * block) = {pair[0], pair[1]};
     }
+  }
 }
 
 }  // namespace moss

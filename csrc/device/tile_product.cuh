@@ -51,9 +51,12 @@ struct Shared {
   }
 };
 
-// Of the first byte of dynamic shared memory that a stage may begin at.
+// Of the first byte of dynamic shared memory that a stage may begin at. Not known to the compiler, which would work it out
+// again in each step, from the block's place in its cluster.
 __device__ __forceinline__ uint32_t aligned_address(const void* memory) {
-  return (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
+  uint32_t address = (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
+  asm volatile("" : "+r"(address));
+  return address;
 }
 
 // The sum over the next `steps` stages for a consumer's rows, if it is to be computed.
