@@ -45,7 +45,7 @@ template <int N, LinearMode MODE, int CONSUMERS>
 __global__ void __launch_bounds__(128 * CONSUMERS + 32)
     backbone_linear_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Shared<N, CONSUMERS> shared{aligned_address(memory)};
+  const Shared<N, CONSUMERS> shared{kept_address(memory)};
   constexpr int kProducer = 128 * CONSUMERS;
   // A block of the next linear needs all shared memory: it starts where one of this has ended, and its ring fills while
   // the others end and what is in between runs.

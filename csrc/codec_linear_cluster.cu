@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Shape<COLUMNS, SLICES, GROUPS>::kThreads, Shap
   const int first_column = max(min(own_column, params.outputs - COLUMNS), 0);
   uint32_t stages = (shared_address(memory) + kAlignment - 1) / kAlignment * kAlignment;
   uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
-  asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // as aligned_address does
+  asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // kept, as by kept_address
   const uint32_t received = shared_address(&sums_barrier);
 
   cudaTriggerProgrammaticLaunchCompletion();

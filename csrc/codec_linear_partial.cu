@@ -33,7 +33,7 @@ template <int COLUMNS, int GROUPS, int BYTES>
 __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
     codec_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Shared<COLUMNS, GROUPS, 0, BYTES> shared{aligned_address(memory)};
+  const Shared<COLUMNS, GROUPS, 0, BYTES> shared{kept_address(memory)};
   constexpr int kProducer = 128 * GROUPS;
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == kProducer) {

@@ -180,7 +180,7 @@ template <int N, int BUFFERS, Finish FINISH>
 __global__ void __launch_bounds__(kThreads, 1)
     codec_linear_pingpong_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Memory<N, BUFFERS> shared{{aligned_address(memory)}};
+  const Memory<N, BUFFERS> shared{{kept_address(memory)}};
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();

@@ -177,7 +177,7 @@ template <int N, int CONSUMERS, Finish FINISH>
 __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     codec_linear_tiles_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Memory<N, CONSUMERS> shared{{aligned_address(memory)}};
+  const Memory<N, CONSUMERS> shared{{kept_address(memory)}};
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();

@@ -136,7 +136,7 @@ template <int N, LinearMode MODE, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     prefill_linear_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Shared<N, CONSUMERS> shared{aligned_address(memory)};
+  const Shared<N, CONSUMERS> shared{kept_address(memory)};
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();

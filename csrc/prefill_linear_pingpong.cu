@@ -131,7 +131,7 @@ template <int N>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_linear_pingpong_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ char memory[];
-  const Memory<N> shared{aligned_address(memory)};
+  const Memory<N> shared{kept_address(memory)};
   cudaTriggerProgrammaticLaunchCompletion();
   if (threadIdx.x == 0) init_stages(shared);
   __syncthreads();

@@ -411,7 +411,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const int group = warpgroup() - 1;
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     const int item_head = group / arguments.item_tiles, item_tile = group % arguments.item_tiles;
     Attention attention;
     uint32_t parity = 0;

@@ -28,7 +28,7 @@ struct Place {
       : rows(params.rows), outputs(params.outputs), column(first_column), quarter(threadIdx.x % 4) {
     row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
-  // Of the two sums of `block` in the lower or upper row.
+  // Of the two sums of `block`, 8 columns, in the lower or upper row.
   __device__ __forceinline__ int64_t offset(int block, int half) const {
     return (row + 8 * half) * outputs + column + 8 * block + 2 * quarter;
   }

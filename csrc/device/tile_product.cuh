@@ -51,10 +51,15 @@ struct Shared {
   }
 };
 
-// Of the first byte of dynamic shared memory that a stage may begin at. Not known to the compiler, which would work it out
-// again in each step, from the block's place in its cluster.
+// Of the first byte of dynamic shared memory that a stage may begin at.
 __device__ __forceinline__ uint32_t aligned_address(const void* memory) {
-  uint32_t address = (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
+  return (shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1);
+}
+
+// The same, kept in a register: else the compiler works it out again in each step, from the block's place in its
+// cluster.
+__device__ __forceinline__ uint32_t kept_address(const void* memory) {
+  uint32_t address = aligned_address(memory);
   asm volatile("" : "+r"(address));
   return address;
 }
