@@ -410,6 +410,7 @@ extern "C" MossStatus moss_codec_linear(const CodecLinearParams* params) {
   if (status == MOSS_OK && params->rows == 0) return MOSS_OK;
   if (status == MOSS_OK) status = check(*params);
   if (status != MOSS_OK) return status;
+  if (params->normed) return launch_normed(*params);
   if (params->partial) return launch_partial(*params);
   if (is_wide(*params)) return launch_tiles(*params);
   return params->tile_columns > 0 ? launch_clusters(*params) : dispatch(*params);

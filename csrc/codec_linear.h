@@ -19,6 +19,9 @@ MossStatus launch_clusters(const CodecLinearParams& params);
 MossStatus launch_tiles(const CodecLinearParams& params);
 MossStatus launch_partial(const CodecLinearParams& params);
 
+// The same; checks what `normed` asks for beside the rest.
+MossStatus launch_normed(const CodecLinearParams& params);
+
 // For those of launch_tiles whose tile has 128 rows and 96, 128, 144 or 192 columns, with more tiles than
 // multiprocessors.
 MossStatus launch_pingpong(const CodecLinearParams& params, int multiprocessors);

@@ -96,8 +96,8 @@ template <int COLUMNS, int GROUPS, int STEPS>
 constexpr Variant kShort = {GROUPS * kGroupRows, COLUMNS, STEPS,
                             launch<COLUMNS, GROUPS, bytes_of(COLUMNS, GROUPS, STEPS)>};
 
-constexpr Variant kVariants[] = {kShort<64, 1, 5>, kVariant<32, 1>, kVariant<40, 1>, kVariant<48, 1>, kVariant<64, 1>,
-                                 kVariant<48, 2>,  kVariant<64, 2>, kVariant<96, 2>, kVariant<48, 3>};
+constexpr Variant kVariants[] = {kShort<64, 1, 5>, kVariant<32, 1>, kVariant<40, 1>, kVariant<48, 1>,
+                                 kVariant<64, 1>,  kVariant<48, 2>, kVariant<64, 2>, kVariant<48, 3>};
 
 }  // namespace
 

@@ -108,6 +108,9 @@ def expected_outputs(op, arguments, options):
         residual = None if parts["scale"] is None else out.float()
         parts |= {"residual": residual, "gelu": options.get("gelu", False), "cos_sin": options.get("cos_sin")}
         y = codec_linear_reference(x, weight, **parts)
+        if options.get("normed") is not None:
+            norm = (options[name].float() for name in ("next_norm_weight", "next_norm_bias"))
+            written |= {"normed": (options["normed"], layer_norm_reference(y.to(out.dtype).float(), *norm))}
         return written | {"out": (out, y)}
     qkv, cos_sin, ring_k, ring_v, *rest, out = arguments
     qkv = whole_qkv(qkv, ring_k.dtype)
@@ -205,6 +208,26 @@ def test_a_step_whose_norms_add_partial_sums_is_right(golden, monkeypatch, dtype
         require_right_steps(codec, 2)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert relative_error(audio[1], audio[0]) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_whose_linears_leave_normed_rows_is_right(golden, monkeypatch, dtype):
+    """Every linear into the stream but a stage's last, as some numbers of rows on a GPU do; the same audio."""
+    codec = toy(golden, "cpu", dtype)
+    codes, audio = torch.randint(codec.config.codebook_size, (2, 3, codec.config.codebooks)), []
+    for leaves in (False, True):
+        monkeypatch.setattr(codec_layers, "leaves_normed", mock.Mock(return_value=leaves))
+        monkeypatch.setattr(codec_layers, "normed_rows", lambda m, n, k: m)
+        chunk = CodecChunk(codec, 2, max_batch=2, frames=(3,))
+        with mock.patch.object(codec_layers, "codec_linear", side_effect=codec_layers.codec_linear) as linear:
+            audio.append(chunk(codes, [0, 1], [3, 3]))
+        calls = [call.kwargs for call in linear.call_args_list]
+        layers = sum(stage.config.layers for stage in chunk.stages)
+        expected = 2 * layers - len(chunk.stages) if leaves else 0
+        assert sum("normed" in call for call in calls) == expected
+        assert sum("norm_weight" in call for call in calls) == 2 * layers - expected
+        require_right_steps(codec, 2)
+    assert torch.equal(audio[1], audio[0])
 
 
 @pytest.mark.parametrize(

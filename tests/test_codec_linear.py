@@ -27,6 +27,7 @@ from moss_kernels.codec_linear.tiles import (
     cuda_tile_for,
     cuda_tiles,
     is_wide,
+    normed_tiles,
     partial_tiles,
     tile_for,
     wide_tile,
@@ -295,6 +296,7 @@ def test_what_layer_norm_reads_in_words_is_aligned(name):
         ("tile_columns", 24, r"`slices` must be 1 \.\. 8, got 0"),
         ("cos_sin", 0x1000, "with `cos_sin` there must be tiles of 128 or 192 outputs"),
         ("partial", 1, r"`slices` must be 1 \.\. 8, got 0"),
+        ("normed", 0x1000, "with `normed` there must be 768 outputs, bfloat16, in tiles of 96"),
     ],
 )
 def test_the_library_refuses_bad_arguments(moss_library, field, value, message):
@@ -314,6 +316,8 @@ def test_the_library_has_a_kernel_for_each_tile(moss_library):
     pointers = dict.fromkeys(("x", "weight", "out"), 0x1000)
     tiles = [(tile, {"out_dtype": 1}) for tile in cuda_tiles()]
     tiles += [(tile, {"out_dtype": 0, "partial": 1}) for tile in partial_tiles()]
+    norm = dict.fromkeys(("scale", "next_norm_weight", "next_norm_bias", "normed", "moments"), 0x1000)
+    tiles += [(tile, {"out_dtype": 1} | norm) for tile in normed_tiles()]
     for (rows, columns, slices), kind in tiles:
         tile = {"tile_rows": rows, "tile_columns": columns, "slices": slices, "inputs": 64 * slices} | kind
         params = cuda_kernel.CodecLinearParams(**header, **fields, **pointers, **tile)

@@ -198,7 +198,7 @@ def test_a_norm_adds_partial_sums(stream, slices, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("m", "d"), [(17, 1280), (64, 1280), (150, 1280), (100, 768), (384, 768), (1024, 768)])
+@pytest.mark.parametrize(("m", "d"), [(17, 1280), (64, 1280), (150, 1280), (100, 768), (384, 768), (512, 768)])
 @pytest.mark.parametrize("dependent", [False, True])
 def test_replay_of_a_chain_of_partial_sums_equals_eager(moss_library, m, d, dependent, monkeypatch):
     """The sums of each linear lie where those of the one before did, which the norm between them has read."""

@@ -9,6 +9,7 @@ import triton
 LINEARS = (
     "backbone_linear",
     "codec_linear_cluster",
+    "codec_linear_norm",
     "codec_linear_partial",
     "codec_linear_pingpong",
     "codec_linear_tiles",

@@ -31,4 +31,14 @@ __device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensor
       : "memory");
 }
 
+// A box of weights in runs, as make_runs_map of tensor_map.h describes them, from output 32 * `group` on.
+__device__ __forceinline__ void tensor_load_runs(uint32_t destination, const CUtensorMap& map, int input, int group,
+                                                 uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;" ::"r"(destination),
+      "l"(&map), "r"(input), "r"(0), "r"(group), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 }  // namespace moss

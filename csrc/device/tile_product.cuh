@@ -89,17 +89,17 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMER
   if (threadIdx.x % 32 == 0) barrier_arrive(previous);
 }
 
-// One thread: all loads of a block that has one tile, from step `first_step` of the inputs on, `arguments.steps` steps of
-// `arguments.box_rows` rows. Weights of the first stages come before the wait for the kernel ahead. They are not read
-// again before all of L2 has gone through: what the kernels hand to each other stays there instead.
-template <int N, int CONSUMERS, int EXTRA, int BYTES, typename Arguments>
+// One thread: all loads of a block that has one tile, from step `first_step` of the inputs on, `arguments.steps` steps
+// of `arguments.box_rows` rows. `load_tile(destination, input, barrier, policy)` asks for the weights of a step. Those
+// of the first stages come before the wait for the kernel ahead. They are not read again before all of L2 has gone
+// through: what the kernels hand to each other stays there instead.
+template <int N, int CONSUMERS, int EXTRA, int BYTES, typename Arguments, typename LoadTile>
 __device__ __forceinline__ void produce_tile(const Arguments& arguments, Shared<N, CONSUMERS, EXTRA, BYTES> shared,
-                                             int row, int column, int first_step) {
+                                             int row, int first_step, LoadTile&& load_tile) {
   const uint64_t policy = policy_evict_first();
   const auto load_weights = [&](int step, int stage) {
     barrier_expect(shared.full(stage), (arguments.box_rows + N) * kStep * 2);
-    tensor_load(shared.weights(stage), arguments.weight_map, (first_step + step) * kStep, column, shared.full(stage),
-                policy);
+    load_tile(shared.weights(stage), (first_step + step) * kStep, shared.full(stage), policy);
   };
   const auto load_rows = [&](int step, int stage) {
     tensor_load(shared.rows(stage), arguments.x_map, (first_step + step) * kStep, row, shared.full(stage));
@@ -114,6 +114,16 @@ __device__ __forceinline__ void produce_tile(const Arguments& arguments, Shared<
     load_weights(i, ring.stage);
     load_rows(i, ring.stage);
   }
+}
+
+// The same of outputs in their order, from `column` on.
+template <int N, int CONSUMERS, int EXTRA, int BYTES, typename Arguments>
+__device__ __forceinline__ void produce_tile(const Arguments& arguments, Shared<N, CONSUMERS, EXTRA, BYTES> shared,
+                                             int row, int column, int first_step) {
+  produce_tile(arguments, shared, row, first_step,
+               [&](uint32_t destination, int input, uint32_t barrier, uint64_t policy) {
+                 tensor_load(destination, arguments.weight_map, input, column, barrier, policy);
+               });
 }
 
 }  // namespace moss

@@ -9,6 +9,7 @@
  * - Pointers of ops point to device memory, strides count elements, dtypes are MossDtype values. The op is enqueued on
  *   `stream` of the current device and does not synchronise. The caller owns all memory, workspaces included; a
  *   workspace belongs to one live graph or stream at a time.
+ * - A dependent launch has programmatic stream serialization: it may start early, and waits before it reads.
  * - All functions may be called from any thread.
  */
 #ifndef MOSS_KERNELS_H
@@ -92,7 +93,7 @@ typedef struct SampleCodebookParams {
   int64_t pad_id;       /* code of inactive rows */
   const void* logits;   /* [B, V] of `logits_dtype`, rows contiguous, aligned to the element */
   MossDtype logits_dtype;
-  int32_t dependent_launch;   /* 1: launch with programmatic stream serialization (reads before the wait are repeated) */
+  int32_t dependent_launch;   /* 1: dependent launch (reads before the wait are repeated) */
   int64_t logits_row_stride;  /* elements, >= V if B > 1 */
   const int32_t* row_map;     /* [B] pool row of each batch row */
   const uint8_t* active;      /* [B] 0: the row gets pad_id and nothing else of it is written */
@@ -152,7 +153,7 @@ typedef struct EmbedCodesParams {
   int64_t width;        /* H, >= 1 */
   int64_t pad_id;       /* code that adds nothing */
   MossDtype dtype;      /* of the tables and the output */
-  int32_t dependent_launch;     /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch;     /* 1: dependent launch */
   const int64_t* text_ids;      /* [B] */
   int64_t text_ids_stride;      /* elements */
   const int64_t* codes;         /* [B, Q], rows contiguous */
@@ -195,7 +196,7 @@ typedef struct LocalRopeAttentionParams {
   void* k_cache;                /* [B, P, heads, D] read and written */
   void* v_cache;                /* [B, P, heads, D] read and written */
   void* out;                    /* [B, heads*D] written */
-  int32_t dependent_launch;     /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch;     /* 1: dependent launch */
   int32_t reserved;
   void* stream; /* cudaStream_t */
 } LocalRopeAttentionParams;
@@ -323,9 +324,8 @@ typedef struct PagedAttentionParams {
   int32_t table_pages;  /* N */
   int32_t pool_rows;    /* S+1 */
   int32_t parts;        /* blocks for each row and key head: 1, 2, 4, 8 or 16, with the same results; 0: by the batch */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads);
-                               MOSS_DEPENDENT_EARLY: it reads all but `qkv` before it waits; no kernel that may still
-                               run writes them */
+  int32_t dependent_launch; /* 1: dependent launch; MOSS_DEPENDENT_EARLY: all but `qkv` is read before the wait; no
+                               kernel that may still run writes it */
   float eps;                /* of the norms */
   float scale;              /* of the scores, times log2 e */
   const void* qkv;          /* [B, (H*G + 2*H)*D] queries, keys, values; aligned to 16 bytes */
@@ -370,7 +370,7 @@ typedef struct RingKvWriteParams {
   const int32_t* slots;   /* [B] 0 .. S (not checked on the device) */
   const int32_t* valid;   /* [B] 0 .. T (not checked on the device); a row with 0 writes nothing */
   const int64_t* offset;  /* [S+1] tokens that each slot had consumed before this chunk */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (the kernel waits before it reads) */
+  int32_t dependent_launch; /* 1: dependent launch */
   int32_t reserved;
   void* stream; /* cudaStream_t */
 } RingKvWriteParams;
@@ -392,14 +392,19 @@ typedef struct CodecLinearParams {
   MossDtype out_dtype;     /* MOSS_BFLOAT16 or MOSS_FLOAT32 */
   int32_t gelu;            /* 1: GELU follows the product */
   const void* x;           /* [M, K] of `x_dtype`, aligned to 16 bytes */
-  const void* weight;      /* [N, K] aligned to 16 bytes; read before the wait of a dependent launch, as the next three */
+  const void* weight;      /* [N, K] aligned to 16 bytes; read before the wait of a dependent launch, as the next five */
   const void* norm_weight; /* [K] aligned to 16 bytes; null: no norm */
   const float* norm_sums;  /* [2, N] weight @ norm_weight and weight @ norm_bias, aligned to 8 bytes; null: no norm */
   const void* scale;       /* [N] aligned to 4 bytes; null: the result is stored, not added */
+  const void* next_norm_weight; /* [768] with `normed`, aligned to 16 bytes */
+  const void* next_norm_bias;   /* the same */
   const float* cos_sin;    /* [M, 32, 2] aligned to 8 bytes, by which q and k of outputs q, k, v in heads of 64 are rotated:
                               a tile of 128 or 192 outputs, no slices, GELU and scale; null: not */
   void* out;               /* [M, N] of `out_dtype`, aligned to 8 bytes, written; read too with `scale` */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization */
+  void* normed;            /* [M, 768] written: the norm of what `out` then holds, bf16; with `scale`, in tiles of 64 or
+                              128 x 96; null: none. Aligned to 16 bytes */
+  void* moments;           /* 1,152 bytes for each 16 rows with `normed`, zero before first use; aligned to 128 bytes */
+  int32_t dependent_launch; /* 1: dependent launch */
   int32_t tile_rows;    /* of a tile, with the next two; codec_linear_{cluster,tiles,partial}.cu list the tiles */
   int32_t tile_columns; /* 0: no tile. With one no norm, x bf16, N a multiple of 8, K of 64 * slices, `out` and `scale`
                            aligned to 16 bytes; with 96 or more in one slice out bf16, not both GELU and scale */
@@ -434,8 +439,7 @@ typedef struct PrefillLinearParams {
   const void* x;      /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
   const void* weight; /* [N, K] bf16 contiguous */
   void* out;          /* written; read too with ADD */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait the kernel reads
-                               `weight` alone) */
+  int32_t dependent_launch; /* 1: dependent launch (`weight` is read before the wait) */
   int32_t tile_rows;        /* rows of a tile, as `columns` */
   void* stream; /* cudaStream_t */
 } PrefillLinearParams;
@@ -455,8 +459,7 @@ typedef struct BackboneLinearParams {
   int32_t outputs;        /* N, a multiple of 16, at most 2^30 */
   int32_t inputs;         /* K, a multiple of 64 * slices */
   int32_t slices;         /* S, 1 .. 64; 1 unless PARTIAL */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait the kernel reads
-                               `weight` alone) */
+  int32_t dependent_launch; /* 1: dependent launch (`weight` is read before the wait) */
   const void* x;          /* [M, K] bf16 contiguous, aligned to 16 bytes, as the next two */
   const void* weight;     /* [N, K] bf16 contiguous */
   void* out;              /* written, see LinearMode */
@@ -485,9 +488,9 @@ typedef struct RingAttentionParams {
   int32_t ring_slots;    /* S+1 */
   int32_t write;         /* 1: store the chunk in the rings */
   float scale;           /* of the scores, times log2 e */
-  int32_t dependent_launch; /* 1: launch with programmatic stream serialization (before its wait it reads slots
-                               and offset alone, as hints, and again later); MOSS_DEPENDENT_EARLY: it reads all
-                               but qkv before it waits; no kernel that may still run writes them */
+  int32_t dependent_launch; /* 1: dependent launch (slots and offset are read before the wait, as hints, and again
+                               later); MOSS_DEPENDENT_EARLY: all but qkv is read before it; no kernel that may still
+                               run writes it */
   int32_t qkv_slices;    /* 0; or P <= 4: qkv is [P, B, 1, 3*H*D] fp32, added and rounded; B * H of 397 .. 1320 */
   const void* qkv;       /* [B, T, 3*H*D] all q, all k, all v; all but slots, valid and offset are aligned to 16 bytes */
   const float* cos_sin;  /* [B, T, D/2, 2] cosine and sine of each pair's angle; null: q and k are rotated already, as

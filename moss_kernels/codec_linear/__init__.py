@@ -6,12 +6,15 @@ from moss_kernels import _checks, _library
 
 from . import cuda_kernel
 from .reference import codec_linear_op_reference, codec_linear_reference, layer_norm_sums
-from .tiles import partial_elements, partial_tile_for
+from .tiles import normed_rows, normed_tile_for, partial_elements, partial_tile_for
 
 __all__ = [
     "codec_linear",
     "codec_linear_reference",
     "layer_norm_sums",
+    "leaves_normed",
+    "moments_size",
+    "normed_rows",
     "partial_elements",
     "partial_slices",
     "scratch_size",
@@ -20,7 +23,7 @@ __all__ = [
 _OP = "codec_linear"
 _DTYPES = (torch.float32, torch.bfloat16)
 _BACKENDS = ("cuda", "triton", "reference")
-_COS_SIN = 11  # place of the last argument, which the dispatcher may leave out
+_COS_SIN = 15  # place of the last argument, which the dispatcher may leave out
 
 
 def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
@@ -39,6 +42,19 @@ def partial_slices(m: int, weight: torch.Tensor) -> int:
     return tile.slices
 
 
+def leaves_normed(m: int, weight: torch.Tensor, stream: torch.dtype) -> bool:
+    """Whether a linear that is added to M rows of a residual stream had best leave them normalised, as `normed`."""
+    both = weight.dtype == stream == torch.bfloat16
+    if not both or not weight.is_cuda or normed_tile_for(m, *weight.shape) is None:
+        return False
+    return _library.backend_for(_OP, _BACKENDS, weight.device) == "cuda"
+
+
+def moments_size(m: int) -> int:
+    """Elements of `moments` that `codec_linear` needs for M rows with `normed`."""
+    return -(-m // 16) * 288  # SharedRows of csrc/device/row_moments.cuh
+
+
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -51,6 +67,10 @@ def _check(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor | None = None,
+    next_norm_bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> None:
     sizes: dict[str, int] = {}
@@ -88,6 +108,23 @@ def _check(
     if scale is not None:
         check("scale", scale, "[N]", weight.dtype)
         _checks.require_dtype(_OP, "x", x, weight.dtype)
+    following = {"next_norm_weight": next_norm_weight, "next_norm_bias": next_norm_bias}
+    following |= {"normed": normed, "moments": moments}
+    if len({part is None for part in following.values()}) > 1:
+        names = ", ".join(f"`{name}`" for name in following)
+        raise ValueError(f"`{_OP}`: {names} must be given together, or none of them")
+    if normed is not None:
+        if scale is None:
+            raise ValueError(f"`{_OP}`: `normed` must be None without `scale`, got one")
+        check("next_norm_weight", next_norm_weight, "[N]", weight.dtype)
+        check("next_norm_bias", next_norm_bias, "[N]", weight.dtype)
+        check("normed", normed, "[M, N]", weight.dtype)
+        least = moments_size(sizes["M"])
+        if moments.dim() != 1 or moments.numel() < least:
+            raise ValueError(f"`{_OP}`: `moments` must be [n] with n >= {least}, got {tuple(moments.shape)}")
+        _checks.require_dtype(_OP, "moments", moments, torch.int32)
+        _checks.require_device(_OP, "moments", moments, x.device)
+        _checks.require_contiguous(_OP, "moments", moments)
     if cos_sin is not None:
         if gelu or scale is not None or out.dim() == 3:
             raise ValueError(f"`{_OP}`: `cos_sin` must be None with GELU, `scale` or slices, got one")
@@ -127,6 +164,7 @@ def _run_cuda(*arguments: object) -> None:
 _library.OPS.define(
     "codec_linear(Tensor(c!) x, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, Tensor? norm_sums, bool gelu, "
     "Tensor? scale, Tensor(a!)? scratch, Tensor(b!) out, Tensor? partials=None, Tensor? partials_scale=None, "
+    "Tensor? next_norm_weight=None, Tensor? next_norm_bias=None, Tensor(d!)? normed=None, Tensor(e!)? moments=None, "
     "Tensor? cos_sin=None) -> ()"
 )
 _library.OPS.impl(_OP, _run_cpu, "CPU")
@@ -147,13 +185,18 @@ def codec_linear(
     scratch: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor | None = None,
+    next_norm_bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> None:
     """`gelu(norm(x) @ weight.T)`, stored in `out`; or, with a layer scale, added to the residual stream in `out`.
 
     Where `partial_slices` says so, the product is better left in slices for the call behind it, which adds them to the
     stream ahead of its norm: the first with an `out` of three dimensions, the other with `partials`. Slices of q, k and
-    v, which come after a norm, `ring_attention` adds.
+    v, which come after a norm, `ring_attention` adds. Where `leaves_normed` says so, the call that adds to the stream
+    had best do the next call's norm as well: that one then takes `normed` as its `x`, and no norm.
 
     The norm is LayerNorm over K with eps 1e-5, GELU is the exact one (erf), where bfloat16 is stored to within 3e-5 +
     3e-4 |x|: a part of the rounding of a bfloat16 as large as x, but more than that of the result where x is far below
@@ -173,10 +216,14 @@ def codec_linear(
         gelu: whether GELU follows the product.
         scale: [N], the dtype of `weight`; not with a norm.
         scratch: [n], the dtype of `weight`, at least `scratch_size(...)`; needed with a norm or `scale`. What it holds
-            afterwards is undefined.
+            afterwards is undefined; `normed` may lie there.
         partials: [P, M, K] float32, or None; with a norm. `partials_scale` times their sum is added to `x` first, which
             is rounded as a residual stream in `out` would be.
         partials_scale: [K], the dtype of `weight`; given with `partials`.
+        next_norm_weight, next_norm_bias: [N], the dtype of `weight`; given with `normed`.
+        normed: [M, N], the dtype of `weight`, written; with `scale`, or None. The norm of what `out` then holds.
+        moments: [n] int32, at least `moments_size(M)`; given with `normed`. Workspace, zero before its first use,
+            for such calls alone, one after the other.
         cos_sin: [M, D/2, 2] float32. The outputs are q, k and v of heads of D, and interleaved pairs of q and k are
             rotated by these cosines and sines, as by `ring_attention`; not with GELU, `scale` or slices.
 
@@ -188,4 +235,7 @@ def codec_linear(
     Graph-safe: yes.
     """
     norm = (norm_weight, norm_bias, norm_sums)
-    torch.ops.moss.codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale, cos_sin)
+    following = (next_norm_weight, next_norm_bias, normed, moments)
+    torch.ops.moss.codec_linear(
+        x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale, *following, cos_sin
+    )

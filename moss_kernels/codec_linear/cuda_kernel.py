@@ -8,7 +8,16 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
-from .tiles import HEAD_DIM, WIDE_MOST_ROWS, CudaTile, cuda_tile_for, is_wide, partial_tile_for, wide_tile
+from .tiles import (
+    HEAD_DIM,
+    WIDE_MOST_ROWS,
+    CudaTile,
+    cuda_tile_for,
+    is_wide,
+    normed_tile_for,
+    partial_tile_for,
+    wide_tile,
+)
 
 MAX_ROWS = 32
 _INPUTS_MULTIPLE = 32
@@ -31,8 +40,12 @@ class CodecLinearParams(ctypes.Structure):
         ("norm_weight", ctypes.c_void_p),
         ("norm_sums", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
+        ("next_norm_weight", ctypes.c_void_p),
+        ("next_norm_bias", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("moments", ctypes.c_void_p),
         ("dependent_launch", ctypes.c_int32),
         ("tile_rows", ctypes.c_int32),
         ("tile_columns", ctypes.c_int32),
@@ -83,6 +96,12 @@ def _tile(
     return tile if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
 
 
+def _normed_tile(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> CudaTile | None:
+    """The tile of a kernel that leaves the next norm's rows, too, if there is one."""
+    both = x.dtype == weight.dtype == out.dtype == torch.bfloat16
+    return normed_tile_for(x.shape[0], *weight.shape) if both else None
+
+
 @cache
 def _function():
     function = _library.load().moss_codec_linear
@@ -103,9 +122,14 @@ def codec_linear_cuda(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor | None = None,
+    next_norm_bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> None:
-    """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them.
+    """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them,
+    and the next norm to one behind them unless there is one that does both.
 
     With dependent launch the kernel loads weights at its start, and waits for the one before it ahead of everything
     that kernels write.
@@ -115,14 +139,15 @@ def codec_linear_cuda(
         return None if tensor is None else tensor.data_ptr()
 
     m, (n, k) = x.shape[0], weight.shape
-    tile = _tile(x, weight, gelu, scale, out, cos_sin)
+    both = None if normed is None else _normed_tile(x, weight, out)
+    tile = both or _tile(x, weight, gelu, scale, out, cos_sin)
     tile_rows, tile_columns, slices = tile or (0, 0, 0)
     if norm_weight is not None and (tile or partials is not None):
         from .row_kernels import layer_norm
 
-        normed = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, normed, partials, partials_scale)
-        x, norm_weight, norm_sums = normed, None, None
+        inputs = scratch[: m * k].view(m, k)
+        layer_norm(x, norm_weight, norm_bias, inputs, partials, partials_scale)
+        x, norm_weight, norm_sums = inputs, None, None
     params = CodecLinearParams(
         struct_size=ctypes.sizeof(CodecLinearParams),
         abi_version=_library.ABI_VERSION,
@@ -137,8 +162,12 @@ def codec_linear_cuda(
         norm_weight=pointer(norm_weight),
         norm_sums=pointer(norm_sums),
         scale=pointer(scale),
+        next_norm_weight=pointer(next_norm_weight),
+        next_norm_bias=pointer(next_norm_bias),
         cos_sin=pointer(cos_sin),
         out=out.data_ptr(),
+        normed=pointer(normed) if both else None,
+        moments=pointer(moments),
         dependent_launch=dependent_launch(x.device, default=True),
         tile_rows=tile_rows,
         tile_columns=tile_columns,
@@ -148,3 +177,7 @@ def codec_linear_cuda(
     )
     with torch.cuda.device(x.device):
         _library.check_status(_function()(ctypes.byref(params)))
+    if normed is not None and both is None:
+        from .row_kernels import layer_norm
+
+        layer_norm(out, next_norm_weight, next_norm_bias, normed)

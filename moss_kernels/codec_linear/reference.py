@@ -75,6 +75,10 @@ def codec_linear_op_reference(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor | None = None,
+    next_norm_bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> None:
     """The op, argument by argument as `codec_linear` documents them; only what it has to write is written."""
@@ -86,6 +90,8 @@ def codec_linear_op_reference(
         return partial_sums_reference(x, weight, out)
     parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
     out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
+    if normed is not None:
+        normed.copy_(layer_norm_reference(out, next_norm_weight, next_norm_bias))
 
 
 def layer_norm_sums(weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:

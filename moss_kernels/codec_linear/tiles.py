@@ -201,8 +201,6 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
         (193, 256, CudaTile(128, 48, 4)),
         (257, 384, CudaTile(128, 64, 3)),
         (385, 512, CudaTile(128, 64, 2)),
-        (769, 1024, CudaTile(128, 96, 2)),
-        (1921, 2048, CudaTile(128, 96, 2)),
     ),
     (3840, 1280): ((49, 64, CudaTile(64, 64, 4)),),
     (1280, 1280): ((17, 64, CudaTile(64, 40, 4)), (65, 128, CudaTile(64, 40, 2))),
@@ -212,6 +210,12 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
         (65, 128, CudaTile(128, 48, 4)),
         (129, 192, CudaTile(192, 48, 4)),
     ),
+}
+
+# The same for linears that leave the stream normalised as well. All of their blocks run at once.
+_MEASURED_NORMED: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+    (768, 768): ((705, 1024, CudaTile(64, 96, 1)), (1409, 2048, CudaTile(128, 96, 1))),
+    (768, 3072): ((705, 1024, CudaTile(64, 96, 1)), (1089, 2048, CudaTile(128, 96, 1))),
 }
 
 HEAD_DIM = 64  # of heads whose outputs can be rotated
@@ -250,6 +254,16 @@ def _measured(table: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]
 def partial_tile_for(m: int, n: int, k: int) -> CudaTile | None:
     """The tile for m rows of bfloat16 weights [n, k] whose sums over slices are best left as they are, if any."""
     return _measured(_MEASURED_PARTIAL, m, n, k)
+
+
+def normed_tile_for(m: int, n: int, k: int) -> CudaTile | None:
+    """The tile for m rows of bfloat16 weights [n, k] that leaves the next norm's rows as well, if that is best."""
+    return _measured(_MEASURED_NORMED, m, n, k)
+
+
+def normed_rows(m: int, n: int, k: int) -> int:
+    """Most rows up to m for which there is such a tile."""
+    return max((min(m, most) for least, most, _ in _MEASURED_NORMED.get((n, k), ()) if least <= m), default=0)
 
 
 def partial_elements(m: int, n: int, k: int) -> int:
@@ -307,6 +321,11 @@ def cuda_tiles() -> tuple[CudaTile, ...]:
 def partial_tiles() -> tuple[CudaTile, ...]:
     """All of those whose sums over slices are left."""
     return tuple(dict.fromkeys(tile for choices in _MEASURED_PARTIAL.values() for _, _, tile in choices))
+
+
+def normed_tiles() -> tuple[CudaTile, ...]:
+    """All of those that leave the next norm's rows as well."""
+    return tuple(dict.fromkeys(tile for choices in _MEASURED_NORMED.values() for _, _, tile in choices))
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:

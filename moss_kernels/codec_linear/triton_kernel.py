@@ -34,6 +34,10 @@ def codec_linear_triton(
     out: torch.Tensor,
     partials: torch.Tensor | None = None,
     partials_scale: torch.Tensor | None = None,
+    next_norm_weight: torch.Tensor | None = None,
+    next_norm_bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,
 ) -> None:
@@ -41,9 +45,30 @@ def codec_linear_triton(
 
     `tile` overrides the table, for measurements.
     """
-    m, k = x.shape
-    if m == 0:
+    if len(x) == 0:
         return
+    norm = (norm_weight, norm_bias, norm_sums)
+    _codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale, tile)
+    if normed is not None:
+        layer_norm(out, next_norm_weight, next_norm_bias, normed)
+
+
+def _codec_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm_sums: torch.Tensor | None,
+    gelu: bool,
+    scale: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+    out: torch.Tensor,
+    partials: torch.Tensor | None,
+    partials_scale: torch.Tensor | None,
+    tile: Tile | None,
+) -> None:
+    """The same without the next norm."""
+    m, k = x.shape
     tile = tile or tile_for(m, *weight.shape, weight.dtype)
     if norm_weight is not None and (partials is not None or tile.kind != "stream"):
         normed = scratch[: m * k].view(m, k)

@@ -5,7 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moss_kernels.codec_linear import codec_linear, partial_elements, partial_slices
+from moss_kernels.codec_linear import (
+    codec_linear,
+    leaves_normed,
+    moments_size,
+    normed_rows,
+    partial_elements,
+    partial_slices,
+)
 from moss_runtime.graphs.codec_weights import StageWeights
 
 
@@ -23,6 +30,7 @@ class StageBuffers:
         wide: input and output of other stages; inside a layer q, k, v and the attention output, then the inner
             activations.
         partials: float32. Sums over slices that a linear leaves to what comes next: a norm, or the attention.
+        moments: int32. What linears ask for that leave the next norm's rows.
     """
 
     def __init__(
@@ -45,15 +53,11 @@ class StageBuffers:
         self.streams = torch.zeros(2, widths, dtype=residual_dtype, device=device)
         self.wide = torch.zeros(wide, dtype=dtype, device=device)
         sizes = [(frames * stage.tokens_per_frame, stage.config) for stage in stages]
-        partials = (
-            max(
-                partial_elements(m, 3 * config.d_model, config.d_model),
-                partial_elements(m, config.d_model, config.d_model),
-                partial_elements(m, config.d_model, config.feedforward_size),
-            )
-            for m, config in sizes
-        )
-        self.partials = torch.zeros(max(partials), device=device)
+        adding = [(m, c.d_model, k) for m, c in sizes for k in (c.d_model, c.feedforward_size)]
+        linears = adding + [(m, 3 * c.d_model, c.d_model) for m, c in sizes]
+        self.partials = torch.zeros(max(partial_elements(*linear) for linear in linears), device=device)
+        rows = max(normed_rows(*linear) for linear in adding)
+        self.moments = torch.zeros(moments_size(rows), dtype=torch.int32, device=device)
 
     def stream(self, index: int, *shape: int) -> Tensor:
         """The residual stream of stage `index`, of any shape."""
@@ -97,20 +101,32 @@ class StageBuffers:
         hidden = front(self.wide, m, config.feedforward_size)
         cos_sin = None if cos_sin is None else cos_sin.view(m, -1, 2)
 
-        def add(inputs: Tensor, linear: dict[str, Tensor], *, whole: bool = False) -> dict[str, Tensor]:
-            """Adds a linear to the stream; or returns what the next norm needs for it."""
-            slices = 0 if whole else partial_slices(m, linear["weight"])
-            if not slices:
-                codec_linear(inputs, out=x, scratch=scratch, **linear)
+        def add(inputs: Tensor, linear: dict[str, Tensor], following: dict[str, Tensor] | None) -> dict[str, Tensor]:
+            """Adds a linear to the stream; returns arguments of the one with a norm behind it, if there is one."""
+            weight, common = linear["weight"], {"out": x, "scratch": scratch}
+            if following is None:
+                codec_linear(inputs, **linear, **common)
                 return {}
-            sums = front(self.partials, slices, m, d)
-            codec_linear(inputs, linear["weight"], sums)
-            return {"partials": sums, "partials_scale": linear["scale"]}
+            if leaves_normed(m, weight, x.dtype):
+                normed, norm = front(scratch, m, d), {name: following[name] for name in ("norm_weight", "norm_bias")}
+                norm = {f"next_{name}": part for name, part in norm.items()}
+                codec_linear(inputs, **linear, **common, **norm, normed=normed, moments=self.moments)
+                return {"x": normed, "weight": following["weight"]}
+            if slices := partial_slices(m, weight):
+                sums = front(self.partials, slices, m, d)
+                codec_linear(inputs, weight, sums)
+                return behind_norm(following) | {"partials": sums, "partials_scale": linear["scale"]}
+            codec_linear(inputs, **linear, **common)
+            return behind_norm(following)
 
-        pending: dict[str, Tensor] = {}
+        def behind_norm(linear: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"x": x, "scratch": scratch} | linear
+
+        arguments = behind_norm(stage.layers[0].in_proj)
         for number, layer in enumerate(stage.layers):
-            codec_linear(x, out=qkv.flatten(-3, -2), scratch=scratch, cos_sin=cos_sin, **layer.in_proj, **pending)
+            codec_linear(**arguments, out=qkv.flatten(-3, -2), cos_sin=cos_sin)
             attend(number, qkv, attended)
-            pending = add(attended.view(m, d), layer.out_proj)
-            codec_linear(x, out=hidden, gelu=True, scratch=scratch, **layer.linear1, **pending)
-            pending = add(hidden, layer.linear2, whole=number == len(stage.layers) - 1)
+            arguments = add(attended.view(m, d), layer.out_proj, layer.linear1)
+            codec_linear(**arguments, out=hidden, gelu=True)
+            last = number == len(stage.layers) - 1
+            arguments = add(hidden, layer.linear2, None if last else stage.layers[number + 1].in_proj)

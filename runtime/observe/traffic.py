@@ -29,10 +29,15 @@ def _codec_linear(
     out,
     partials=None,
     partials_scale=None,
+    next_norm_weight=None,
+    next_norm_bias=None,
+    normed=None,
+    moments=None,
     cos_sin=None,
 ) -> int:
     stream = out if scale is not None else None if partials is None else x
-    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale, cos_sin)
+    following = (next_norm_weight, next_norm_bias, normed)
+    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale, *following, cos_sin)
 
 
 def _rms_norm(x, partials, weight, eps, out) -> int:

@@ -35,7 +35,7 @@ from moss_runtime.verify.results import Result, Results, compare
 
 BACKENDS = ("cuda", "triton", "reference")
 # Written, but no result.
-_SCRATCH = ("scratch", "partials", "arrived", "workspace")
+_SCRATCH = ("scratch", "partials", "arrived", "workspace", "moments")
 # Exact: all implementations draw the bits that the CPU draws.
 _DRAWS = ("sample_codebook", "sample_head")
 
