@@ -157,7 +157,7 @@ _MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
     ),
     (5120, 1280): (
         (17, 32, CudaTile(64, 48, 2)),
-        (33, 64, _SMALL_40_TWICE),
+        (33, 64, _SMALL_48),
         (65, 128, CudaTile(128, 80, 2)),
         (129, 160, CudaTile(128, 80, 1)),
         (161, 192, _LARGE_48),
@@ -206,7 +206,7 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
     (1280, 1280): ((17, 64, CudaTile(64, 40, 4)), (65, 128, CudaTile(64, 40, 2))),
     (1280, 5120): (
         (17, 32, CudaTile(64, 48, 8)),
-        (33, 64, CudaTile(64, 48, 5)),
+        (33, 64, CudaTile(64, 40, 5)),
         (65, 128, CudaTile(128, 48, 4)),
         (129, 192, CudaTile(192, 48, 4)),
     ),
