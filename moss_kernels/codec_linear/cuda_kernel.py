@@ -96,10 +96,10 @@ def _tile(
     return tile if out.dtype == torch.bfloat16 and not (gelu and scale is not None) else None
 
 
-def _normed_tile(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> CudaTile | None:
+def _normed_tile(x: torch.Tensor, weight: torch.Tensor, gelu: bool, out: torch.Tensor) -> CudaTile | None:
     """The tile of a kernel that leaves the next norm's rows, too, if there is one."""
-    both = x.dtype == weight.dtype == out.dtype == torch.bfloat16
-    return normed_tile_for(x.shape[0], *weight.shape) if both else None
+    fits = x.dtype == weight.dtype == out.dtype == torch.bfloat16 and not gelu
+    return normed_tile_for(x.shape[0], *weight.shape) if fits else None
 
 
 @cache
@@ -139,7 +139,7 @@ def codec_linear_cuda(
         return None if tensor is None else tensor.data_ptr()
 
     m, (n, k) = x.shape[0], weight.shape
-    both = None if normed is None else _normed_tile(x, weight, out)
+    both = None if normed is None else _normed_tile(x, weight, gelu, out)
     tile = both or _tile(x, weight, gelu, scale, out, cos_sin)
     tile_rows, tile_columns, slices = tile or (0, 0, 0)
     if norm_weight is not None and (tile or partials is not None):
