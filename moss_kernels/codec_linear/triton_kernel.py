@@ -47,44 +47,25 @@ def codec_linear_triton(
     """
     if len(x) == 0:
         return
-    norm = (norm_weight, norm_bias, norm_sums)
-    _codec_linear(x, weight, *norm, gelu, scale, scratch, out, partials, partials_scale, tile)
-    if normed is not None:
-        layer_norm(out, next_norm_weight, next_norm_bias, normed)
-
-
-def _codec_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None,
-    partials_scale: torch.Tensor | None,
-    tile: Tile | None,
-) -> None:
-    """The same without the next norm."""
     m, k = x.shape
     tile = tile or tile_for(m, *weight.shape, weight.dtype)
     if norm_weight is not None and (partials is not None or tile.kind != "stream"):
-        normed = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, normed, partials, partials_scale)
-        x, norm_weight, norm_bias, norm_sums = normed, None, None, None
+        inputs = scratch[: m * k].view(m, k)
+        layer_norm(x, norm_weight, norm_bias, inputs, partials, partials_scale)
+        x, norm_weight, norm_bias, norm_sums = inputs, None, None, None
+    # Neither cuBLAS nor the copy engine converts: a float32 stream into bfloat16 weights goes tile by tile.
+    if tile.kind == "library" and (x.dtype != weight.dtype or (scale is None and out.dtype != weight.dtype)):
+        tile = ANY_DTYPE
     if tile.kind == "library":
-        # cuBLAS reads and writes the weights' dtype.
-        if (norm_weight is None and x.dtype != weight.dtype) or (scale is None and out.dtype != weight.dtype):
-            tile = ANY_DTYPE
-        else:
-            return codec_linear_library(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out)
-    if tile.kind == "stream":
-        return codec_linear_stream(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
-    # The copy engine does not convert: a float32 stream into bfloat16 weights goes tile by tile.
-    persistent = tile.kind == "persistent" and x.dtype == weight.dtype
-    return (codec_linear_persistent if persistent else codec_linear_tiles)(x, weight, gelu, scale, out, tile)
+        codec_linear_library(x, weight, norm_weight, norm_bias, norm_sums, gelu, scale, scratch, out)
+    elif tile.kind == "stream":
+        codec_linear_stream(x, weight, norm_weight, norm_sums, gelu, scale, out, tile)
+    elif tile.kind == "persistent" and x.dtype == weight.dtype:
+        codec_linear_persistent(x, weight, gelu, scale, out, tile)
+    else:
+        codec_linear_tiles(x, weight, gelu, scale, out, tile)
+    if normed is not None:
+        layer_norm(out, next_norm_weight, next_norm_bias, normed)
 
 
 def codec_linear_library(
