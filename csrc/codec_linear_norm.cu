@@ -198,8 +198,9 @@ MossStatus launch_normed(const CodecLinearParams& params) {
     return set_error(
         MOSS_ERROR_INVALID_ARGUMENT,
         "`%s`: with `normed` there must be %d outputs, bfloat16, in tiles of %d, not in slices, and neither "
-        "`gelu` nor `cos_sin`",
-        kOp, kWidth, kColumns);
+        "`gelu` nor `cos_sin`, got %d outputs in tiles of %d and %d slices, `out_dtype` %d, `gelu` %d, `cos_sin` %p",
+        kOp, kWidth, kColumns, params.outputs, params.tile_columns, params.slices, static_cast<int>(params.out_dtype),
+        params.gelu, static_cast<const void*>(params.cos_sin));
   MossStatus status = check_pointer(kOp, "scale", params.scale, 16);
   if (status == MOSS_OK) status = check_pointer(kOp, "next_norm_weight", params.next_norm_weight, 16);
   if (status == MOSS_OK) status = check_pointer(kOp, "next_norm_bias", params.next_norm_bias, 16);

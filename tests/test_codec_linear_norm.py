@@ -1,5 +1,7 @@
 """codec_linear with the next norm: the stream and its normalised rows from one call."""
 
+import ctypes
+
 import pytest
 import torch
 import triton
@@ -7,7 +9,7 @@ import triton.language as tl
 from test_codec_linear import errors, make_arguments, reference
 from torch.nn import functional as F
 
-from moss_kernels import _launch
+from moss_kernels import _launch, _library
 from moss_kernels.codec_linear import codec_linear, cuda_kernel, leaves_normed, moments_size, triton_kernel
 from moss_kernels.codec_linear.tiles import normed_rows, normed_tile_for, normed_tiles
 from moss_kernels.testing.compare import require_same_replays
@@ -64,7 +66,7 @@ def test_torch_compile_with_the_next_norm():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"moments": None}, ValueError, "`normed`, `moments` must be given together, or none of them"),
+        ({"moments": None}, ValueError, "`normed`, `moments` must be given together, .* got .*, normed alone"),
         ({"scale": None, "scratch": None}, ValueError, "`normed` must be None without `scale`"),
         ({"normed": torch.zeros(5, 24)}, ValueError, r"`normed` must be \[M, N\] with M = 5, N = 12"),
         ({"next_norm_weight": torch.zeros(12).bfloat16()}, TypeError, "`next_norm_weight` must be float32"),
@@ -92,6 +94,39 @@ def test_no_rows_are_left_normed_without_their_kernel():
     weight = torch.zeros(WIDTH, 3072, dtype=torch.bfloat16, device="meta")
     assert normed_tile_for(2048, WIDTH, 3072) is not None
     assert not leaves_normed(2048, weight, torch.bfloat16)
+
+
+def test_gelu_has_no_kernel_that_leaves_normed_rows():
+    x, weight, out = (torch.zeros(1024, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    assert cuda_kernel._normed_tile(x, weight[:WIDTH], False, out) is not None
+    assert cuda_kernel._normed_tile(x, weight[:WIDTH], True, out) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("outputs", 384, "there must be 768 outputs, .* got 384 outputs in tiles of 96 and 1 slices"),
+        ("tile_columns", 48, "in tiles of 96, .* got 768 outputs in tiles of 48"),
+        ("slices", 2, "not in slices, .* and 2 slices"),
+        ("out_dtype", 0, "bfloat16, .* `out_dtype` 0"),
+        ("gelu", 1, "neither `gelu` nor `cos_sin`, .* `gelu` 1"),
+        ("tile_rows", 192, "tiles of 64 or 128 rows, got 192"),
+        ("scale", None, "`scale` must not be null"),
+        ("next_norm_weight", None, "`next_norm_weight` must not be null"),
+        ("next_norm_bias", 0x1008, "`next_norm_bias` must be aligned to 16 bytes, got 0x1008"),
+        ("normed", 0x1008, "`normed` must be aligned to 16 bytes, got 0x1008"),
+        ("moments", None, "`moments` must not be null"),
+        ("moments", 0x1040, "`moments` must be aligned to 128 bytes, got 0x1040"),
+    ],
+)
+def test_the_library_refuses_what_its_kernels_do_not_leave_normed(moss_library, field, value, message):
+    values = {"rows": 1, "outputs": 768, "inputs": 128, "x_dtype": 1, "out_dtype": 1}
+    values |= {"tile_rows": 64, "tile_columns": 96, "slices": 1}
+    pointers = ("x", "weight", "out", "scale", "next_norm_weight", "next_norm_bias", "normed", "moments")
+    header = {"struct_size": ctypes.sizeof(cuda_kernel.CodecLinearParams), "abi_version": _library.ABI_VERSION}
+    values = header | values | dict.fromkeys(pointers, 0x1000) | {field: value}
+    with pytest.raises(ValueError, match=f"`codec_linear`: .*{message}"):
+        _library.check_status(cuda_kernel._function()(ctypes.byref(cuda_kernel.CodecLinearParams(**values))))
 
 
 @pytest.mark.interpreter

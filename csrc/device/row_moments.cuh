@@ -28,6 +28,7 @@ struct alignas(128) SharedRows {
   float2 moments[kWarpRows][kParts];
   uint32_t state;  // parts that have come to an end, and from bit kParts on a bit for each that has left
 };
+static_assert(sizeof(SharedRows) == 1152);  // as callers know it from moss_kernels.h
 
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);

@@ -34,7 +34,7 @@ def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
 def partial_slices(m: int, weight: torch.Tensor) -> int:
     """Slices of the inputs whose sums for M rows are best left to what comes next; 0: none, whole.
 
-    That is a norm, which takes them as `partials`, or for q, k and v of one weight `ring_attention`.
+    That is a norm, which takes them as `partials`, or for q, k and v of one weight `ring_attention`. `weight`: [N, K].
     """
     tile = partial_tile_for(m, *weight.shape) if weight.is_cuda and weight.dtype == torch.bfloat16 else None
     if tile is None or _library.backend_for(_OP, _BACKENDS, weight.device) != "cuda":
@@ -43,7 +43,10 @@ def partial_slices(m: int, weight: torch.Tensor) -> int:
 
 
 def leaves_normed(m: int, weight: torch.Tensor, stream: torch.dtype) -> bool:
-    """Whether a linear that is added to M rows of a residual stream had best leave them normalised, as `normed`."""
+    """Whether a linear that is added to M rows of a residual stream had best leave them normalised, as `normed`.
+
+    `weight`: [N, K]; `stream`: dtype of the residual stream.
+    """
     both = weight.dtype == stream == torch.bfloat16
     if not both or not weight.is_cuda or normed_tile_for(m, *weight.shape) is None:
         return False
@@ -110,9 +113,10 @@ def _check(
         _checks.require_dtype(_OP, "x", x, weight.dtype)
     following = {"next_norm_weight": next_norm_weight, "next_norm_bias": next_norm_bias}
     following |= {"normed": normed, "moments": moments}
-    if len({part is None for part in following.values()}) > 1:
+    given = [name for name, part in following.items() if part is not None]
+    if given and len(given) < len(following):
         names = ", ".join(f"`{name}`" for name in following)
-        raise ValueError(f"`{_OP}`: {names} must be given together, or none of them")
+        raise ValueError(f"`{_OP}`: {names} must be given together, or none of them, got {', '.join(given)} alone")
     if normed is not None:
         if scale is None:
             raise ValueError(f"`{_OP}`: `normed` must be None without `scale`, got one")
@@ -209,7 +213,8 @@ def codec_linear(
         x: [M, K] float32 or bfloat16. With `scale` the dtype of `weight`. With `partials` the residual stream: written.
         weight: [N, K] float32 or bfloat16.
         out: [M, N] float32 or bfloat16, written. With `scale` the residual stream: read, and `scale` times the result
-            is added. Or [S, M, N] float32: the sums over S equal slices of the inputs, with none of what follows.
+            is added. Or [S, M, N] float32: the sums over S equal slices of the inputs, with none of what follows; it
+            may lie where `partials` do, which are read before.
         norm_weight: [K], the dtype of `weight`; None leaves the LayerNorm out.
         norm_bias: [K], the dtype of `weight`; given with `norm_weight`.
         norm_sums: [2, N] float32. `layer_norm_sums(weight, norm_weight, norm_bias)`; given with `norm_weight`.
