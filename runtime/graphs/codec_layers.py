@@ -25,10 +25,10 @@ class StageBuffers:
     """Static memory that all stages share; views of the front of each buffer serve fewer tokens.
 
     Attributes:
-        streams: two of them. The residual stream of a stage is in one; the other is scratch for `codec_linear`, and in
-            the end the residual stream of the next stage, if this one makes it.
-        wide: input and output of other stages; inside a layer q, k, v and the attention output, then the inner
-            activations.
+        streams: [2, n]. The residual stream of a stage is in one; the other is scratch for `codec_linear`, and in the
+            end the residual stream of the next stage, if this one makes it.
+        wide: input and output of a stage that are no residual stream; inside a layer q, k, v and the attention output,
+            then the inner activations.
         partials: float32. Sums over slices that a linear leaves to what comes next: a norm, or the attention.
         moments: int32. What linears ask for that leave the next norm's rows.
     """
@@ -84,7 +84,7 @@ class StageBuffers:
         Args:
             stage: weights.
             x: [B * T, d_model]. The stream.
-            scratch: that of the stage.
+            scratch: that of the stage, of the dtype of the weights.
             batch, tokens: rows, and tokens of each.
             attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
                 [B, T, H*D].
@@ -108,8 +108,8 @@ class StageBuffers:
                 codec_linear(inputs, **linear, **common)
                 return {}
             if leaves_normed(m, weight, x.dtype):
-                normed, norm = front(scratch, m, d), {name: following[name] for name in ("norm_weight", "norm_bias")}
-                norm = {f"next_{name}": part for name, part in norm.items()}
+                normed = front(scratch, m, d)
+                norm = {f"next_{name}": following[name] for name in ("norm_weight", "norm_bias")}
                 codec_linear(inputs, **linear, **common, **norm, normed=normed, moments=self.moments)
                 return {"x": normed, "weight": following["weight"]}
             if slices := partial_slices(m, weight):
