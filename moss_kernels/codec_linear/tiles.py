@@ -39,6 +39,9 @@ class CudaTile(NamedTuple):
     slices: int
 
 
+# For weights [N, K]: from how many rows up to how many which tile.
+_CudaTable = dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]]
+
 _LIBRARY = Tile("library")
 _STREAM = Tile("stream", 16, 16, 64, 4, 5)
 _TILE_64_32 = Tile("tile", 64, 32, 128, 4, 4)
@@ -112,8 +115,8 @@ _MIDDLE_72 = CudaTile(128, 72, 1)
 _MIDDLE_96_FOUR = CudaTile(128, 96, 4)
 _LARGE_48 = CudaTile(192, 48, 1)
 _LARGE_64_TWICE = CudaTile(192, 64, 2)
-# Measured on an H200 in whole layers: from how many rows up to how many which tile, for weights [N, K].
-_MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+# Measured on an H200 in whole layers.
+_MEASURED_CUDA: _CudaTable = {
     (2304, 768): ((33, 256, _SMALL_48), (449, 512, _MIDDLE_72)),
     (768, 768): (
         (33, 64, _SMALL_24_FOUR),
@@ -188,7 +191,7 @@ _MEASURED_CUDA: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
 
 # The same for slices of the inputs whose sums the next norm adds up, where that is faster with it than adding them to
 # the stream at once; and of q, k and v, whose sums `ring_attention` adds.
-_MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+_MEASURED_PARTIAL: _CudaTable = {
     (768, 768): (
         (33, 128, CudaTile(64, 32, 3)),
         (129, 256, CudaTile(64, 32, 2)),
@@ -213,7 +216,7 @@ _MEASURED_PARTIAL: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] 
 }
 
 # The same for linears that leave the stream normalised as well. All of their blocks run at once.
-_MEASURED_NORMED: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]] = {
+_MEASURED_NORMED: _CudaTable = {
     (768, 768): ((705, 1024, CudaTile(64, 96, 1)), (1409, 2048, CudaTile(128, 96, 1))),
     (768, 3072): ((705, 1024, CudaTile(64, 96, 1)), (1089, 2048, CudaTile(128, 96, 1))),
 }
@@ -247,7 +250,7 @@ def is_wide(tile: CudaTile) -> bool:
     return tile.columns >= _WIDE_COLUMNS and tile.slices == 1
 
 
-def _measured(table: dict[tuple[int, int], tuple[tuple[int, int, CudaTile], ...]], m: int, n: int, k: int):
+def _measured(table: _CudaTable, m: int, n: int, k: int) -> CudaTile | None:
     return next((tile for least, most, tile in table.get((n, k), ()) if least <= m <= most), None)
 
 
@@ -313,19 +316,23 @@ def wide_tile(m: int, n: int, k: int, *, rotated: bool = False) -> CudaTile:
     return min((tile for tile in _WIDE if not rotated or _rotates(tile, _rounds(tile, m, n))), key=time)
 
 
+def _tiles_of(table: _CudaTable) -> tuple[CudaTile, ...]:
+    return tuple(dict.fromkeys(tile for choices in table.values() for _, _, tile in choices))
+
+
 def cuda_tiles() -> tuple[CudaTile, ...]:
     """All in use."""
-    return tuple(dict.fromkeys((*(tile for choices in _MEASURED_CUDA.values() for _, _, tile in choices), *_WIDE)))
+    return tuple(dict.fromkeys((*_tiles_of(_MEASURED_CUDA), *_WIDE)))
 
 
 def partial_tiles() -> tuple[CudaTile, ...]:
     """All of those whose sums over slices are left."""
-    return tuple(dict.fromkeys(tile for choices in _MEASURED_PARTIAL.values() for _, _, tile in choices))
+    return _tiles_of(_MEASURED_PARTIAL)
 
 
 def normed_tiles() -> tuple[CudaTile, ...]:
     """All of those that leave the next norm's rows as well."""
-    return tuple(dict.fromkeys(tile for choices in _MEASURED_NORMED.values() for _, _, tile in choices))
+    return _tiles_of(_MEASURED_NORMED)
 
 
 def candidates(dtype: torch.dtype) -> tuple[Tile, ...]:
