@@ -147,6 +147,8 @@ def step_faults(chunk, codes, slots, valid):
     before = chunk.slots.offsets[:, slots].clone()
     with replaced_ops(lambda op, function: partial(counted, op, function)):
         audio = chunk(codes, slots, valid)
+    layers = sum(stage.config.layers for stage in chunk.stages)
+    assert calls["number"] == 2 + 5 * layers + len(chunk.stages)  # one op that no replacement sees would go unchecked
     rates = torch.tensor([[stage.tokens_per_frame] for stage in chunk.stages])
     consumed = rates * torch.tensor(valid)
     kept = {

@@ -147,9 +147,8 @@ class ClipEncoder:
         buffers = self.buffers
         x = buffers.stream(0, rows * tokens, config.d_model)
         codec_linear(features.view(len(x), config.input_size), stage.input_proj, x)
-        buffers.run(stage, x, buffers.scratch(0), rows, tokens, attend, cos_sin=in_proj_cos_sin)
         out = front(buffers.wide.view(torch.float32) if last else buffers.wide, len(x), config.output_size)
-        codec_linear(x, stage.output_proj, out)
+        buffers.run(stage, x, buffers.scratch(0), out, rows, tokens, attend, cos_sin=in_proj_cos_sin)
         return out
 
     def _pass(self, clips: Sequence[Tensor], length: int) -> list[Tensor]:

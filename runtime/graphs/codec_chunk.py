@@ -9,7 +9,6 @@ import torch
 
 from moss_kernels.chunk_epilogue import chunk_epilogue
 from moss_kernels.chunk_prologue import chunk_prologue
-from moss_kernels.codec_linear import codec_linear
 from moss_kernels.ring_attention import ring_attention, rope_frequencies, takes_slices, wants_rotated
 from moss_runtime.graphs.capture import no_collection
 from moss_runtime.graphs.codec_layers import StageBuffers, front
@@ -283,10 +282,9 @@ class CodecChunk:
             ring_attention(*step, stage.config.context, False, attended, write=True, settled=True)
 
         x = x.view(batch * tokens, stage.config.d_model)
-        sliced = takes_slices(batch, tokens, rings.keys[0])
-        buffers.run(stage, x, buffers.scratch(index), batch, tokens, attend, cos_sin=in_proj_cos_sin, sliced=sliced)
         shape = (len(x), stage.output_proj.shape[0])
         last = index == len(self.stages) - 1
         out = front(buffers.wide.view(torch.float32), *shape) if last else buffers.stream(index + 1, *shape)
-        codec_linear(x, stage.output_proj, out)
+        options = {"cos_sin": in_proj_cos_sin, "sliced": takes_slices(batch, tokens, rings.keys[0])}
+        buffers.run(stage, x, buffers.scratch(index), out, batch, tokens, attend, **options)
         return out

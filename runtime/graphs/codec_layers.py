@@ -72,6 +72,7 @@ class StageBuffers:
         stage: StageWeights,
         x: Tensor,
         scratch: Tensor,
+        out: Tensor,
         batch: int,
         tokens: int,
         attend: Callable[[int, Tensor, Tensor], None],
@@ -79,12 +80,13 @@ class StageBuffers:
         cos_sin: Tensor | None,
         sliced: bool = False,
     ) -> None:
-        """The layers of a transformer stage, on its residual stream.
+        """A transformer stage: its layers on its residual stream, and its output projection.
 
         Args:
             stage: weights.
             x: [B * T, d_model]. The stream.
             scratch: that of the stage, of the dtype of the weights.
+            out: [B * T, n] for an `output_proj` [n, d_model], written in the end; may lie in `scratch` or `wide`.
             batch, tokens: rows, and tokens of each.
             attend: called with the number of a layer, its q, k, v [B, T, 3*H*D], and where its attention output goes,
                 [B, T, H*D].
@@ -130,3 +132,4 @@ class StageBuffers:
             codec_linear(**arguments, out=hidden, gelu=True)
             last = number == len(stage.layers) - 1
             arguments = add(hidden, layer.linear2, None if last else stage.layers[number + 1].in_proj)
+        codec_linear(x, stage.output_proj, out)
