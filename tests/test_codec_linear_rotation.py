@@ -36,8 +36,7 @@ def test_q_and_k_are_rotated(kind, dtype):
 
 def test_opcheck_and_torch_compile():
     arguments = with_rotation(make_arguments("plain", 5, 48, 24), 2)
-    operands = *positional(arguments), None, None, arguments["cos_sin"]
-    torch.library.opcheck(torch.ops.moss.codec_linear, operands)
+    torch.library.opcheck(torch.ops.moss.codec_linear, positional(arguments), {"cos_sin": arguments["cos_sin"]})
     expected = torch.empty_like(arguments["out"])
     codec_linear(**arguments | {"out": expected})
     torch.compile(codec_linear, fullgraph=True, dynamic=True, backend="aot_eager")(**arguments)
