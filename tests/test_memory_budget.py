@@ -80,8 +80,8 @@ def test_plan_on_a_gpu(golden, small):
     gc.collect()  # what earlier tests leave behind must not be freed while the capture is measured
     runtime.warm_up()
     budget.measure(runtime)
-    assert runtime.feed.bytes > 0
-    assert budget.measured["graph pools"] > runtime.feed.bytes
+    # What a codec of this size takes may fit into memory that the driver holds already.
+    assert budget.measured["graph pools"] > runtime.feed.bytes >= 0
     assert 0 < budget.measured["head-room"] < torch.cuda.mem_get_info()[1]
 
 
