@@ -380,7 +380,7 @@ MOSS_API MossStatus moss_ring_kv_write(const RingKvWriteParams* params);
 
 /* ---- codec_linear ---- */
 
-/* gelu(norm(x) @ weight^T) stored in `out`, or scale times the product added to `out`, for few rows; sums in fp32. The norm
+/* gelu(norm(x) @ weight^T) stored in `out`, or scale times the product added to `out`; sums in fp32. The norm
  * is LayerNorm with eps 1e-5, GELU the exact one. Tensors are contiguous and bf16 where no dtype is given. */
 typedef struct CodecLinearParams {
   uint32_t struct_size;    /* sizeof(CodecLinearParams) */
