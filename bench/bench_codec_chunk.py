@@ -19,6 +19,7 @@ from bench import codec_profile, harness
 from bench.baselines_codec import TorchOpsChunk
 from moss_kernels import _launch
 from moss_kernels.codec_linear import prefetch, triton_kernel
+from moss_kernels.codec_linear.arguments import CodecLinearArguments
 from moss_kernels.testing.codec_weights import codec_weights
 from moss_runtime.graphs import CodecChunk
 from moss_runtime.graphs.codec_chunk import FRAMES
@@ -103,7 +104,7 @@ class Bench:
         for stage in step.stages:
             config, tokens = stage.config, frames * stage.tokens_per_frame
             layer = config.d_model * (4 * config.d_model + 2 * config.feedforward_size)
-            linears = config.layers * layer + config.d_model * (config.input_size + config.output_size)
+            linears = config.layers * layer + stage.output_proj.numel()
             seen = tokens / 2 if young else config.context
             numbers += linears
             flops += 2 * linears * tokens + int(4 * config.layers * config.d_model * seen * tokens)
@@ -134,10 +135,13 @@ def switched(options: argparse.Namespace):
     own = triton_kernel.codec_linear_triton
 
     def by_rows(*arguments) -> None:
-        x, weight, scale, out = arguments[0], arguments[1], arguments[6], arguments[8]
-        products_fit = out.dtype == weight.dtype or scale is not None
-        library = options.library_rows is not None and x.shape[0] >= options.library_rows and products_fit
-        (triton_kernel.codec_linear_library if library else own)(*arguments)
+        given = CodecLinearArguments(*arguments)
+        products_fit = given.out.dtype == given.weight.dtype or given.scale is not None
+        alone = given.partials is None and given.normed is None
+        if options.library_rows is not None and len(given.x) >= options.library_rows and products_fit and alone:
+            triton_kernel.codec_linear_library(*given[:9])
+        else:
+            own(*arguments)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton_kernel, "codec_linear_triton", by_rows))

@@ -49,13 +49,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32)
   constexpr int kProducer = 128 * CONSUMERS;
   // A block of the next linear needs all shared memory: it starts where one of this has ended, and its ring fills while
   // the others end and what is in between runs.
-  cudaTriggerProgrammaticLaunchCompletion();
-  if (threadIdx.x == kProducer) {
-    prefetch_map(arguments.weight_map);
-    prefetch_map(arguments.x_map);
-    shared.init_barriers();
-  }
-  __syncthreads();
+  begin_tile(arguments, shared);
   const int column = blockIdx.x * N, slice = blockIdx.y;
   if (threadIdx.x < kProducer)
     consume<N, MODE>(arguments, shared, column, slice);

@@ -154,13 +154,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, 1)
   extern __shared__ char memory[];
   const Memory<GROUPS> shared{kept_address(memory)};
   constexpr int kProducer = 128 * GROUPS;
-  cudaTriggerProgrammaticLaunchCompletion();
-  if (threadIdx.x == kProducer) {
-    prefetch_map(arguments.weight_map);
-    prefetch_map(arguments.x_map);
-    shared.init_barriers();
-  }
-  __syncthreads();
+  begin_tile(arguments, shared);
   const int first_row = blockIdx.y * shared.kRows;
   if (threadIdx.x < kProducer) return consume<GROUPS>(arguments, shared, first_row);
   if (threadIdx.x > kProducer) return;

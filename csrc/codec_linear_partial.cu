@@ -35,13 +35,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, GROUPS == 1 ? 2 : 1)
   extern __shared__ char memory[];
   const Shared<COLUMNS, GROUPS, 0, BYTES> shared{kept_address(memory)};
   constexpr int kProducer = 128 * GROUPS;
-  cudaTriggerProgrammaticLaunchCompletion();
-  if (threadIdx.x == kProducer) {
-    prefetch_map(arguments.weight_map);
-    prefetch_map(arguments.x_map);
-    shared.init_barriers();
-  }
-  __syncthreads();
+  begin_tile(arguments, shared);
   // A tile at the edge begins earlier, since the copy engine takes longer for what lies beyond a matrix than for the
   // same within; what it has in common with the one before, both write alike.
   const int slice = blockIdx.x;

@@ -152,13 +152,7 @@ __global__ void __launch_bounds__(32 * WARPS * HEADS, BLOCKS) ring_attention_ker
 
   const int64_t row = blockIdx.y;
   const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  cudaTriggerProgrammaticLaunchCompletion();
-  // The kernel ahead writes `qkv` alone, if the caller says so: all else is asked for while it ends.
-  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
-  if (!early) {
-    if (params.dependent_launch) prefetch_ring(params, ring_place(params, row), head);
-    cudaGridDependencySynchronize();
-  }
+  const bool early = wait_is_due(params, row, head);
   const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
   const RingPlace place = ring_place(params, row);
 

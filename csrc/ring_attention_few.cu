@@ -261,13 +261,7 @@ __global__ void __launch_bounds__(32 * kWarps, BLOCKS) ring_attention_few(const 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4, head = blockIdx.x;
   const int64_t row = blockIdx.y;
-  cudaTriggerProgrammaticLaunchCompletion();
-  // As in ring_attention.cu.
-  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
-  if (!early) {
-    if (params.dependent_launch) prefetch_ring(params, ring_place(params, row), head);
-    cudaGridDependencySynchronize();
-  }
+  const bool early = wait_is_due(params, row, head);
   const int valid = *static_cast<const volatile int32_t*>(params.valid + row);
   const RingPlace place = ring_place(params, row);
   const int64_t base = (place.slot * params.heads + head) * params.capacity * kHeadDim;

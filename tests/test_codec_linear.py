@@ -1,6 +1,7 @@
 """codec_linear: the codec's eager modules, and every implementation against them."""
 
 import ctypes
+import itertools
 import re
 import subprocess
 
@@ -318,8 +319,9 @@ def test_the_library_has_a_kernel_for_each_tile(moss_library):
     tiles += [(tile, {"out_dtype": 0, "partial": 1}) for tile in partial_tiles()]
     norm = dict.fromkeys(("scale", "next_norm_weight", "next_norm_bias", "normed", "moments"), 0x1000)
     tiles += [(tile, {"out_dtype": 1} | norm) for tile in normed_tiles()]
-    for (rows, columns, slices), kind in tiles:
-        tile = {"tile_rows": rows, "tile_columns": columns, "slices": slices, "inputs": 64 * slices} | kind
+    # Slices of one step, and of more than the kernel for few steps takes.
+    for ((rows, columns, slices), kind), steps in itertools.product(tiles, (1, 12)):
+        tile = {"tile_rows": rows, "tile_columns": columns, "slices": slices, "inputs": 64 * steps * slices} | kind
         params = cuda_kernel.CodecLinearParams(**header, **fields, **pointers, **tile)
         with pytest.raises(RuntimeError, match="failed with cu"):  # no device; a tile without a kernel: ValueError
             _library.check_status(cuda_kernel._function()(ctypes.byref(params)))

@@ -5,6 +5,7 @@ import torch
 from test_codec_linear import make_arguments, positional
 
 from moss_kernels.codec_linear import codec_linear, cuda_kernel
+from moss_kernels.codec_linear.arguments import CodecLinearArguments
 from moss_kernels.codec_linear.tiles import CudaTile, wide_tile
 from moss_kernels.ring_attention import rotate_interleaved
 
@@ -80,5 +81,5 @@ def test_q_and_k_are_rotated_on_the_gpu(moss_library, monkeypatch, kind, heads, 
     plain = torch.empty_like(arguments["out"])
     cuda_kernel.codec_linear_cuda(*positional(arguments | {"out": plain}))
     turned = with_rotation(arguments, heads)
-    cuda_kernel.codec_linear_cuda(*positional(turned), cos_sin=turned["cos_sin"])
+    cuda_kernel.codec_linear_cuda(*CodecLinearArguments(*positional(turned), cos_sin=turned["cos_sin"]))
     require_rotated(turned["out"], plain, turned["cos_sin"])

@@ -343,4 +343,16 @@ __device__ __forceinline__ void prefetch_ring(const RingAttentionParams& params,
   }
 }
 
+// How a block of short chunks begins. Whether the wait for the kernel ahead is still due: that kernel writes `qkv` alone
+// then, since the caller says so, and all else is asked for while it ends.
+__device__ __forceinline__ bool wait_is_due(const RingAttentionParams& params, int64_t row, int head) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  const bool early = params.dependent_launch == MOSS_DEPENDENT_EARLY;
+  if (!early) {
+    if (params.dependent_launch) prefetch_ring(params, ring_place(params, row), head);
+    cudaGridDependencySynchronize();
+  }
+  return early;
+}
+
 }  // namespace moss

@@ -89,6 +89,19 @@ __device__ __forceinline__ void multiply(float (&sum)[N / 2], Shared<N, CONSUMER
   if (threadIdx.x % 32 == 0) barrier_arrive(previous);
 }
 
+// How a block begins that has one tile: the next kernel may start, and the thread behind the consumers, which loads, makes
+// the barriers.
+template <int N, int CONSUMERS, int EXTRA, int BYTES, typename Arguments>
+__device__ __forceinline__ void begin_tile(const Arguments& arguments, Shared<N, CONSUMERS, EXTRA, BYTES> shared) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x == 128 * CONSUMERS) {
+    prefetch_map(arguments.weight_map);
+    prefetch_map(arguments.x_map);
+    shared.init_barriers();
+  }
+  __syncthreads();
+}
+
 // One thread: all loads of a block that has one tile, from step `first_step` of the inputs on, `arguments.steps` steps
 // of `arguments.box_rows` rows. `load_tile(destination, input, barrier, policy)` asks for the weights of a step. Those
 // of the first stages come before the wait for the kernel ahead. They are not read again before all of L2 has gone

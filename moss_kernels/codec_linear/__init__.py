@@ -5,6 +5,7 @@ import torch
 from moss_kernels import _checks, _library
 
 from . import cuda_kernel
+from .arguments import CodecLinearArguments
 from .reference import codec_linear_op_reference, codec_linear_reference, layer_norm_sums
 from .tiles import normed_rows, normed_tile_for, partial_elements, partial_tile_for
 
@@ -23,7 +24,6 @@ __all__ = [
 _OP = "codec_linear"
 _DTYPES = (torch.float32, torch.bfloat16)
 _BACKENDS = ("cuda", "triton", "reference")
-_COS_SIN = 15  # place of the last argument, which the dispatcher may leave out
 
 
 def scratch_size(m: int, n: int, k: int, *, norm: bool) -> int:
@@ -58,24 +58,9 @@ def moments_size(m: int) -> int:
     return -(-m // 16) * 288  # SharedRows of csrc/device/row_moments.cuh
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    partials_scale: torch.Tensor | None = None,
-    next_norm_weight: torch.Tensor | None = None,
-    next_norm_bias: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    moments: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-) -> None:
+def _check(*arguments: object) -> None:
+    given = CodecLinearArguments(*arguments)
+    x, weight, scale, out, norm_weight = given.x, given.weight, given.scale, given.out, given.norm_weight
     sizes: dict[str, int] = {}
 
     def check(name: str, tensor: torch.Tensor, layout: str, *dtypes: torch.dtype) -> None:
@@ -88,21 +73,22 @@ def _check(
     check("weight", weight, "[N, K]", *_DTYPES)
     if out.dim() == 3:
         check("out", out, "[S, M, N]", torch.float32)
-        if gelu or scale is not None:
+        if given.gelu or scale is not None:
             raise ValueError(f"`{_OP}`: `out` must be [M, N] with GELU or `scale`, got {tuple(out.shape)}")
         if sizes["S"] == 0 or sizes["K"] % sizes["S"]:
             raise ValueError(f"`{_OP}`: `out` must have slices of K = {sizes['K']} alike, got {sizes['S']}")
     else:
         check("out", out, "[M, N]", *_DTYPES)
-    norm = (norm_weight, norm_bias, norm_sums)
+    norm = (norm_weight, given.norm_bias, given.norm_sums)
     if any(part is None for part in norm) and norm != (None, None, None):
         raise ValueError(f"`{_OP}`: `norm_weight`, `norm_bias` and `norm_sums` must be given together, or none of them")
     if norm_weight is not None:
         if scale is not None:
             raise ValueError(f"`{_OP}`: `scale` must be None with a norm, got one")
         check("norm_weight", norm_weight, "[K]", weight.dtype)
-        check("norm_bias", norm_bias, "[K]", weight.dtype)
-        check("norm_sums", norm_sums, "[2, N]", torch.float32)
+        check("norm_bias", given.norm_bias, "[K]", weight.dtype)
+        check("norm_sums", given.norm_sums, "[2, N]", torch.float32)
+    partials, partials_scale = given.partials, given.partials_scale
     if (partials is None) != (partials_scale is None) or (partials is not None and norm_weight is None):
         raise ValueError(f"`{_OP}`: `partials` and `partials_scale` must be given together, with a norm")
     if partials is not None:
@@ -111,32 +97,32 @@ def _check(
     if scale is not None:
         check("scale", scale, "[N]", weight.dtype)
         _checks.require_dtype(_OP, "x", x, weight.dtype)
-    following = {"next_norm_weight": next_norm_weight, "next_norm_bias": next_norm_bias}
-    following |= {"normed": normed, "moments": moments}
-    given = [name for name, part in following.items() if part is not None]
-    if given and len(given) < len(following):
+    following = ("next_norm_weight", "next_norm_bias", "normed", "moments")
+    there = [name for name in following if getattr(given, name) is not None]
+    if there and len(there) < len(following):
         names = ", ".join(f"`{name}`" for name in following)
-        raise ValueError(f"`{_OP}`: {names} must be given together, or none of them, got {', '.join(given)} alone")
-    if normed is not None:
+        raise ValueError(f"`{_OP}`: {names} must be given together, or none of them, got {', '.join(there)} alone")
+    if given.normed is not None:
         if scale is None:
             raise ValueError(f"`{_OP}`: `normed` must be None without `scale`, got one")
-        check("next_norm_weight", next_norm_weight, "[N]", weight.dtype)
-        check("next_norm_bias", next_norm_bias, "[N]", weight.dtype)
-        check("normed", normed, "[M, N]", weight.dtype)
-        least = moments_size(sizes["M"])
+        check("next_norm_weight", given.next_norm_weight, "[N]", weight.dtype)
+        check("next_norm_bias", given.next_norm_bias, "[N]", weight.dtype)
+        check("normed", given.normed, "[M, N]", weight.dtype)
+        moments, least = given.moments, moments_size(sizes["M"])
         if moments.dim() != 1 or moments.numel() < least:
             raise ValueError(f"`{_OP}`: `moments` must be [n] with n >= {least}, got {tuple(moments.shape)}")
         _checks.require_dtype(_OP, "moments", moments, torch.int32)
         _checks.require_device(_OP, "moments", moments, x.device)
         _checks.require_contiguous(_OP, "moments", moments)
-    if cos_sin is not None:
-        if gelu or scale is not None or out.dim() == 3:
+    if given.cos_sin is not None:
+        if given.gelu or scale is not None or out.dim() == 3:
             raise ValueError(f"`{_OP}`: `cos_sin` must be None with GELU, `scale` or slices, got one")
-        check("cos_sin", cos_sin, "[M, D/2, 2]", torch.float32)
+        check("cos_sin", given.cos_sin, "[M, D/2, 2]", torch.float32)
         if sizes["D/2"] == 0 or sizes["N"] % (6 * sizes["D/2"]):
             raise ValueError(f"`{_OP}`: `out` must have 3 * H * D columns, D = {2 * sizes['D/2']}, got {sizes['N']}")
     if norm_weight is not None or scale is not None:
         least = scratch_size(sizes["M"], sizes["N"], sizes["K"], norm=norm_weight is not None)
+        scratch = given.scratch
         if scratch is None or scratch.dim() != 1 or scratch.numel() < least:
             got = None if scratch is None else tuple(scratch.shape)
             raise ValueError(f"`{_OP}`: `scratch` must be [n] with n >= {least}, got {got}")
@@ -150,17 +136,17 @@ def _run_cpu(*arguments: object) -> None:
 
 def _run_cuda(*arguments: object) -> None:
     _check(*arguments)
-    x, weight, norm_weight, _, _, gelu, scale, _, out, *_ = arguments
-    cos_sin = arguments[_COS_SIN] if len(arguments) > _COS_SIN else None
-    left_out = {"triton"} if out.dim() == 3 or cos_sin is not None else set()
-    left_out |= set() if cuda_kernel.takes(x, weight, norm_weight, gelu, scale, out, cos_sin) else {"cuda"}
-    backend = _library.backend_for(_OP, tuple(b for b in _BACKENDS if b not in left_out), x.device)
+    given = CodecLinearArguments(*arguments)
+    left_out = {"triton"} if given.out.dim() == 3 or given.cos_sin is not None else set()
+    parts = (given.norm_weight, given.gelu, given.scale, given.out, given.cos_sin)
+    left_out |= set() if cuda_kernel.takes(given.x, given.weight, *parts) else {"cuda"}
+    backend = _library.backend_for(_OP, tuple(b for b in _BACKENDS if b not in left_out), given.x.device)
     if backend == "cuda":
         cuda_kernel.codec_linear_cuda(*arguments)
     elif backend == "triton":
         from .triton_kernel import codec_linear_triton
 
-        codec_linear_triton(*arguments[:_COS_SIN])
+        codec_linear_triton(*arguments)
     else:
         codec_linear_op_reference(*arguments)
 

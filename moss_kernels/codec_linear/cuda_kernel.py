@@ -8,6 +8,7 @@ import torch
 from moss_kernels import _library
 from moss_kernels._launch import dependent_launch
 
+from .arguments import CodecLinearArguments
 from .tiles import (
     HEAD_DIM,
     WIDE_MOST_ROWS,
@@ -110,74 +111,61 @@ def _function():
     return function
 
 
-def codec_linear_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    partials_scale: torch.Tensor | None = None,
-    next_norm_weight: torch.Tensor | None = None,
-    next_norm_bias: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    moments: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-) -> None:
-    """See `moss_kernels.codec_linear`; for what `takes` allows. Kernels of tiles leave the norm to one before them,
-    and the next norm to one behind them unless there is one that does both.
+def codec_linear_cuda(*arguments: object) -> None:
+    """See `moss_kernels.codec_linear`; for `CodecLinearArguments` that `takes` allows.
+
+    Kernels of tiles leave the norm to one before them, and the next norm to one behind them unless there is one that
+    does both.
 
     With dependent launch the kernel loads weights at its start, and waits for the one before it ahead of everything
     that kernels write.
     """
+    given = CodecLinearArguments(*arguments)
+    weight, out = given.weight, given.out
 
     def pointer(tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    m, (n, k) = x.shape[0], weight.shape
-    both = None if normed is None else _normed_tile(x, weight, gelu, out)
-    tile = both or _tile(x, weight, gelu, scale, out, cos_sin)
+    m, (n, k) = given.x.shape[0], weight.shape
+    both = None if given.normed is None else _normed_tile(given.x, weight, given.gelu, out)
+    tile = both or _tile(given.x, weight, given.gelu, given.scale, out, given.cos_sin)
     tile_rows, tile_columns, slices = tile or (0, 0, 0)
-    if norm_weight is not None and (tile or partials is not None):
+    if given.norm_weight is not None and (tile or given.partials is not None):
         from .row_kernels import layer_norm
 
-        inputs = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, inputs, partials, partials_scale)
-        x, norm_weight, norm_sums = inputs, None, None
+        inputs = given.scratch[: m * k].view(m, k)
+        layer_norm(given.x, given.norm_weight, given.norm_bias, inputs, given.partials, given.partials_scale)
+        given = given._replace(x=inputs, norm_weight=None, norm_sums=None)
     params = CodecLinearParams(
         struct_size=ctypes.sizeof(CodecLinearParams),
         abi_version=_library.ABI_VERSION,
         rows=m,
         outputs=n,
         inputs=k,
-        x_dtype=_library.DTYPE_CODES[x.dtype],
+        x_dtype=_library.DTYPE_CODES[given.x.dtype],
         out_dtype=_library.DTYPE_CODES[out.dtype],
-        gelu=gelu,
-        x=x.data_ptr(),
+        gelu=given.gelu,
+        x=given.x.data_ptr(),
         weight=weight.data_ptr(),
-        norm_weight=pointer(norm_weight),
-        norm_sums=pointer(norm_sums),
-        scale=pointer(scale),
-        next_norm_weight=pointer(next_norm_weight),
-        next_norm_bias=pointer(next_norm_bias),
-        cos_sin=pointer(cos_sin),
+        norm_weight=pointer(given.norm_weight),
+        norm_sums=pointer(given.norm_sums),
+        scale=pointer(given.scale),
+        next_norm_weight=pointer(given.next_norm_weight),
+        next_norm_bias=pointer(given.next_norm_bias),
+        cos_sin=pointer(given.cos_sin),
         out=out.data_ptr(),
-        normed=pointer(normed) if both else None,
-        moments=pointer(moments),
-        dependent_launch=dependent_launch(x.device, default=True),
+        normed=pointer(given.normed) if both else None,
+        moments=pointer(given.moments),
+        dependent_launch=dependent_launch(out.device, default=True),
         tile_rows=tile_rows,
         tile_columns=tile_columns,
         slices=slices,
         partial=out.dim() == 3,
-        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        stream=torch.cuda.current_stream(out.device).cuda_stream,
     )
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(out.device):
         _library.check_status(_function()(ctypes.byref(params)))
-    if normed is not None and both is None:
+    if given.normed is not None and both is None:
         from .row_kernels import layer_norm
 
-        layer_norm(out, next_norm_weight, next_norm_bias, normed)
+        layer_norm(out, given.next_norm_weight, given.next_norm_bias, given.normed)

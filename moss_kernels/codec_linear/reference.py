@@ -5,6 +5,8 @@ from torch.nn import functional as F
 
 from moss_kernels.ring_attention.reference import rotate_interleaved
 
+from .arguments import CodecLinearArguments
+
 NORM_EPS = 1e-5
 
 
@@ -63,35 +65,21 @@ def add_partials_reference(x: torch.Tensor, partials: torch.Tensor, scale: torch
     x.copy_(x.to(partials.dtype) + scale.to(partials.dtype) * partials.sum(0))
 
 
-def codec_linear_op_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    partials_scale: torch.Tensor | None = None,
-    next_norm_weight: torch.Tensor | None = None,
-    next_norm_bias: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    moments: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-) -> None:
-    """The op, argument by argument as `codec_linear` documents them; only what it has to write is written."""
-    if partials is not None:
-        add_partials_reference(x, partials, partials_scale)
+def codec_linear_op_reference(*arguments: object) -> None:
+    """The op, for `CodecLinearArguments`; only what it has to write is written."""
+    given = CodecLinearArguments(*arguments)
+    x, weight, out = given.x, given.weight, given.out
+    norm = {"norm_weight": given.norm_weight, "norm_bias": given.norm_bias}
+    if given.partials is not None:
+        add_partials_reference(x, given.partials, given.partials_scale)
     if out.dim() == 3:
-        if norm_weight is not None:
-            x = layer_norm_reference(x, norm_weight, norm_bias).to(weight.dtype)
+        if given.norm_weight is not None:
+            x = layer_norm_reference(x, *norm.values()).to(weight.dtype)
         return partial_sums_reference(x, weight, out)
-    parts = {"norm_weight": norm_weight, "norm_bias": norm_bias, "gelu": gelu, "scale": scale, "cos_sin": cos_sin}
-    out.copy_(codec_linear_reference(x, weight, **parts, residual=None if scale is None else out))
-    if normed is not None:
-        normed.copy_(layer_norm_reference(out, next_norm_weight, next_norm_bias))
+    parts = norm | {"gelu": given.gelu, "scale": given.scale, "cos_sin": given.cos_sin}
+    out.copy_(codec_linear_reference(x, weight, **parts, residual=None if given.scale is None else out))
+    if given.normed is not None:
+        given.normed.copy_(layer_norm_reference(out, given.next_norm_weight, given.next_norm_bias))
 
 
 def layer_norm_sums(weight: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor) -> torch.Tensor:

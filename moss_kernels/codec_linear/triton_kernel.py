@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from .arguments import CodecLinearArguments
 from .persistent_kernel import PART as PERSISTENT_PART
 from .persistent_kernel import codec_linear_persistent, codec_linear_persistent_kernel
 from .row_kernels import (
@@ -22,36 +23,21 @@ from .tile_kernel import PART, codec_linear_tile_kernel, codec_linear_tiles
 from .tiles import ANY_DTYPE, Tile, candidates, partial_tiles, tile_for
 
 
-def codec_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
-    gelu: bool,
-    scale: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    out: torch.Tensor,
-    partials: torch.Tensor | None = None,
-    partials_scale: torch.Tensor | None = None,
-    next_norm_weight: torch.Tensor | None = None,
-    next_norm_bias: torch.Tensor | None = None,
-    normed: torch.Tensor | None = None,
-    moments: torch.Tensor | None = None,
-    *,
-    tile: Tile | None = None,
-) -> None:
-    """Triton implementation of `moss_kernels.codec_linear`, which documents and checks the arguments.
+def codec_linear_triton(*arguments: object, tile: Tile | None = None) -> None:
+    """Triton implementation of `moss_kernels.codec_linear`, for `CodecLinearArguments` without `cos_sin` or slices.
 
     `tile` overrides the table, for measurements.
     """
+    given = CodecLinearArguments(*arguments)
+    x, weight, gelu, scale, scratch, out = given.x, given.weight, given.gelu, given.scale, given.scratch, given.out
+    norm_weight, norm_bias, norm_sums = given.norm_weight, given.norm_bias, given.norm_sums
     if len(x) == 0:
         return
     m, k = x.shape
     tile = tile or tile_for(m, *weight.shape, weight.dtype)
-    if norm_weight is not None and (partials is not None or tile.kind != "stream"):
+    if norm_weight is not None and (given.partials is not None or tile.kind != "stream"):
         inputs = scratch[: m * k].view(m, k)
-        layer_norm(x, norm_weight, norm_bias, inputs, partials, partials_scale)
+        layer_norm(x, norm_weight, norm_bias, inputs, given.partials, given.partials_scale)
         x, norm_weight, norm_bias, norm_sums = inputs, None, None, None
     # Neither cuBLAS nor the copy engine converts: a float32 stream into bfloat16 weights goes tile by tile.
     if tile.kind == "library" and (x.dtype != weight.dtype or (scale is None and out.dtype != weight.dtype)):
@@ -64,8 +50,8 @@ def codec_linear_triton(
         codec_linear_persistent(x, weight, gelu, scale, out, tile)
     else:
         codec_linear_tiles(x, weight, gelu, scale, out, tile)
-    if normed is not None:
-        layer_norm(out, next_norm_weight, next_norm_bias, normed)
+    if given.normed is not None:
+        layer_norm(out, given.next_norm_weight, given.next_norm_bias, given.normed)
 
 
 def codec_linear_library(

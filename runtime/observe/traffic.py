@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moss_kernels.codec_linear.arguments import CodecLinearArguments
 from moss_kernels.local_frame_decode.reference import LocalFrameWeights
 
 Call = tuple[str, int]
@@ -17,27 +18,11 @@ def _all(*arguments: object) -> int:
     return sum(value.nbytes for value in arguments if isinstance(value, Tensor))
 
 
-def _codec_linear(
-    x,
-    weight,
-    norm_weight,
-    norm_bias,
-    norm_sums,
-    gelu,
-    scale,
-    scratch,
-    out,
-    partials=None,
-    partials_scale=None,
-    next_norm_weight=None,
-    next_norm_bias=None,
-    normed=None,
-    moments=None,
-    cos_sin=None,
-) -> int:
-    stream = out if scale is not None else None if partials is None else x
-    following = (next_norm_weight, next_norm_bias, normed)
-    return _all(x, weight, norm_weight, norm_bias, scale, stream, out, partials, partials_scale, *following, cos_sin)
+def _codec_linear(*arguments) -> int:
+    given = CodecLinearArguments(*arguments)
+    stream = given.out if given.scale is not None else None if given.partials is None else given.x
+    no_traffic = {"norm_sums": None, "scratch": None, "moments": None}
+    return _all(*given._replace(**no_traffic), stream)
 
 
 def _rms_norm(x, partials, weight, eps, out) -> int:
